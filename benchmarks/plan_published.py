@@ -50,6 +50,8 @@ MODEL_CHECKPOINTS = {
 }
 # From July 2025 on PyTorch's nightly builds, which torchtitan's results are of, have nn.RMSNorm as one kernel.
 FUSED_RMS_NORM = (2025, 8)
+# From DeepSpeed 0.12.4 on, ZeRO-1 and 2 all-reduce gradients; before, each went to the rank that updates it.
+BUCKET_ALL_REDUCE = (2023, 12)
 # transformers' own models had causal masks of all positions in their blocks (GPT-NeoX's until 4.50, GPT-2's until 5),
 # and GPT-NeoX rotated in fp32 until 4.45.
 MASK_BUFFERS = {"gpt_neox": (2025, 3), "gpt2": (2026, 1)}
@@ -57,6 +59,7 @@ WIDE_ROTARY = (2024, 9)
 CONTAINERS = {
     *(
         "bert-apex",
+        "bert-apex-pretraining",
         "flagscale",
         "llama3",
         "llm.c",
@@ -75,6 +78,7 @@ RECOMPUTE = {"none", "cheap", "selective", "full", "offload", "offload-all", "pa
 # Keys that say where a figure comes from, or that `_run` reads.
 OTHERS = {
     *("source", "system", "model", "gpu", "gpus", "per_node", "mesh", "sequence", "accum", "adapter", "network"),
+    "link",
     *("memory", "tokens_per_second_per_gpu", "unknown", "date"),
     *("not_counted", "memory_not_counted"),
 }
@@ -188,7 +192,8 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
         shape = replace(shape, tied=False)  # its models have a head of their own
     network = LINKS[usual_network(gpu)]
     if "network" in line:
-        network = Link("given", line["network"]["gb_per_second"] * 1e9, 10e-6)
+        name, latency = ("ethernet", 50e-6) if line["network"].get("tcp") else ("given", 10e-6)
+        network = Link(name, line["network"]["gb_per_second"] * 1e9, latency)
     traits = TRAITS.get(line["system"]) or NEAREST[line["system"]]
     traits = replace(traits, software=_year(line))
     adapter = None
@@ -199,6 +204,8 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
         traits = replace(traits, foreach_step=True)
     if line["system"] == "torchtitan-2025" and _date(line) < FUSED_RMS_NORM:
         traits = replace(traits, unfused_norms=True)
+    if traits.bucket_elements and _date(line) < BUCKET_ALL_REDUCE:
+        traits = replace(traits, all_reduces=False)
     held = line.get("adapter") is not None and line["strategy"] in ("fsdp", "zero3")
     if line["system"] in MODEL_CHECKPOINTS and _date(line) < NOT_REENTRANT and not held:
         traits = replace(traits, reentrant=True)
@@ -220,7 +227,7 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
             **settings,
             "shape": shape,
             "gpu": gpu,
-            "link": LINKS[gpu.link],
+            "link": LINKS[line.get("link", gpu.link)],
             "network": network,
             "length": line["sequence"],
             "devices": line["per_node"],

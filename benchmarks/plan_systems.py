@@ -11,15 +11,11 @@ from shoal.plan.traits import SystemTraits
 FOREACH = replace(TRAITS["huggingface-bf16"], foreach_step=True, logit_bytes=14.0)
 EARLIER = replace(FOREACH, flash2=True, reentrant=True, upcasts_shards=False)
 # A loop of its own around transformers' models before version 5, without autocast and `no_sync`.
-LOOP = replace(
-    FOREACH,
-    autocasts=False,
-    unsharded_accumulation=False,
-    reentrant=True,
-    upcasts_shards=False,
-    widens_outputs=False,
-    waits_for_loss=False,
-)
+OWN_LOOP = {"widens_outputs": False, "waits_for_loss": False}
+LOOP = replace(FOREACH, autocasts=False, unsharded_accumulation=False, reentrant=True, upcasts_shards=False, **OWN_LOOP)
+# DeepSpeed's ZeRO-1 and 2 with "overlap_comm": true and "reduce_bucket_size": 2e8, as in the configs of transformers'
+# documentation, which others copy.
+OVERLAPPED = replace(TRAITS["deepspeed"], overlaps_gradients=True, bucket_elements=2e8)
 ALEPH = replace(
     MEGATRON,
     fused_activation=False,
@@ -56,8 +52,12 @@ NEAREST: dict[str, SystemTraits] = {
     "bert-apex": replace(
         MEGATRON, fused_softmax="compiled", accumulates_in_matmuls=False, overlaps_gradients=True, wide_gradients=False
     ),
-    # Loops around PEFT with PyTorch's AdamW as it is.
-    "huggingface-foreach": FOREACH,
+    # Its pretraining: --allreduce_post_accumulation is true in scripts/run_pretraining.sh.
+    "bert-apex-pretraining": replace(
+        MEGATRON, fused_softmax="compiled", accumulates_in_matmuls=False, wide_gradients=False
+    ),
+    # Loops around PEFT with PyTorch's AdamW as it is, which read the loss after the step.
+    "huggingface-foreach": replace(FOREACH, waits_for_loss=False),
     # PyTorch before 2.11, whose SDPA took flash attention 2, and Liger 0.7.
     "huggingface-5.1": replace(FOREACH, flash2=True, sums_head_gradient=True),
     # The Trainer's fp32 model under adapters, which it is before transformers 5 unless its dtype is given; and with the
@@ -96,8 +96,7 @@ NEAREST: dict[str, SystemTraits] = {
         logit_bytes=16.0,
         upcasts_shards=True,
         checkpoints_units=False,
-        widens_outputs=False,
-        waits_for_loss=False,
+        **OWN_LOOP,
     ),
     # Of early 2024, with own loops; their scripts cast the adapters to the dtype of the frozen weights, and checkpoint
     # blocks within FSDP's units.
@@ -131,19 +130,28 @@ NEAREST: dict[str, SystemTraits] = {
     "fms-kernels-gpt-bigcode": replace(EARLIER, loss_kernel="always", kernel_logit_bytes=4.0),
     # Qwen's own model code does not upcast its logits, and with DeepSpeed there is no autocast: logits, their copy
     # without the last token and the log-softmax are in 16 bits. Its 4-bit models are GPTQ's.
-    "deepspeed-qwen": replace(TRAITS["deepspeed"], logit_bytes=6.0, fused_qkv=True),
+    "deepspeed-qwen": replace(OVERLAPPED, logit_bytes=6.0, fused_qkv=True),
     # Stages as they are listed in gdGPT's configs/ds_config_pp.yml: the head of BLOOM is alone on its device.
     "deepspeed-balanced": replace(TRAITS["deepspeed"], even_stages=False),
     # The same of models with three matmuls: OPT in transformers, and loops with a loss of logits in 16 bits.
     "deepspeed-narrow": replace(TRAITS["deepspeed"], logit_bytes=6.0),
+    "deepspeed-narrow-overlapped": replace(OVERLAPPED, logit_bytes=6.0),
+    "deepspeed-overlapped": OVERLAPPED,
     # Of 2023: transformers' Llama replaced the logits by their fp32 copy, and copied them without the last token.
-    "deepspeed-2023": replace(TRAITS["deepspeed"], logit_bytes=16.0),
+    "deepspeed-2023": replace(OVERLAPPED, logit_bytes=16.0),
     # Its LoRA without DeepSpeed: PEFT before 0.12, and one matmul for queries, keys and values.
     "qwen-2023": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True, narrow_adapters=True, fused_qkv=True),
     # A loss of its own over 16-bit logits (benchmark/gpt/model.py); Lightning's plugin has no autocast with DeepSpeed.
     "deepspeed-lightning": replace(TRAITS["deepspeed"], logit_bytes=6.0),
-    # ColossalAI's LowLevelZero: gradients stay on the device, and are cast one by one (zero/low_level).
-    "colossalai": replace(TRAITS["deepspeed"], offloads_gradients=False),
+    # ColossalAI's LowLevelZero: gradients stay on the device, are cast one by one, and reduced in buckets of 12 Mi
+    # elements during the backward pass (zero/low_level/low_level_optim.py).
+    "colossalai": replace(
+        TRAITS["deepspeed"],
+        offloads_gradients=False,
+        overlaps_gradients=True,
+        bucket_elements=12 * 2**20,
+        all_reduces=False,
+    ),
     # `_allgather_param` in deepspeed/runtime/zero/partition_parameters.py, with a torch.cuda.synchronize() before each.
     "deepspeed-2021": replace(
         MEGATRON, lists_shards=True, wide_gradients=False, accumulates_in_matmuls=False, even_stages=False
@@ -412,7 +420,7 @@ NEAREST: dict[str, SystemTraits] = {
         kernel_logit_bytes=8.0,
     ),
     "whynlp-deepspeed": replace(
-        TRAITS["deepspeed"],
+        OVERLAPPED,
         unfused_norms=False,
         fused_activation=True,
         multiplies_again=True,
@@ -424,5 +432,189 @@ NEAREST: dict[str, SystemTraits] = {
     # and gathers on another stream (fast_llm/engine/schedule/runner.py). Queries are a matmul apart from the keys'.
     "fast-llm": replace(
         MEGATRON, accumulates_in_matmuls=False, overlaps_gradients=True, overlaps_weight_gather=True, flash2=True
+    ),
+    # Megatron's kernels and DeepSpeed's ZeRO-3, of 2022, when it no longer gathered one matrix at a time.
+    "megatron-zero3": replace(
+        TRAITS["deepspeed"],
+        unfused_norms=False,
+        fused_qkv=True,
+        fused_activation=True,
+        loss_kernel="always",
+        fused_softmax="always",
+        fused_by_hand=True,
+        reentrant=True,
+    ),
+    # Transformer Engine's layers under FSDP2: a unit per block and one of the rest, every micro-batch reduced in fp32
+    # (train_fsdp2.py), packed documents by their lengths.
+    "bionemo": replace(
+        TRAITS["torchtitan"],
+        unfused_norms=False,
+        fused_activation=True,
+        fused_qkv=True,
+        fused_by_hand=True,
+        repeats_keys=False,
+        flash2=False,
+        separate_head_unit=False,
+        variable_lengths=True,
+    ),
+    # The loop of ETH's Large-Scale AI Engineering: torchtitan's model as it was first, in bf16, logits cast to fp32,
+    # torch.optim.AdamW with `fused` false, and DDP with PyTorch's defaults.
+    "lsai": replace(
+        TRAITS["by-hand"], repeats_keys=True, flash2=True, foreach_step=True, copies_to_buckets=True, logit_bytes=14.0
+    ),
+    # A loop around transformers' models, sharded by DTensors with the loss on sharded logits; AdamW with `foreach`
+    # false, and the flash-attn package.
+    "benchmark-tp": replace(LOOP, foreach_step=False, flash2=True),
+    # The same as nanoGPT and nanochat, on Hopper with versions of PyTorch that prefer flash attention 2 there.
+    "gollem": replace(
+        TRAITS["autocast"],
+        loss_kernel="compiled",
+        compiles_loss=True,
+        returns_logits=True,
+        pads_vocabulary=True,
+        fused_activation=True,
+        copies_to_buckets=True,
+        flash2=True,
+    ),
+    "gollem-plain": replace(TRAITS["autocast"], fused_activation=True, foreach_step=True, flash2=True),
+    "nanochat-flash2": replace(
+        TRAITS["autocast"],
+        loss_kernel="compiled",
+        compiles_loss=True,
+        pads_vocabulary=True,
+        overlaps_gradients=False,
+        flash2=True,
+    ),
+    # FSDP2 with embedding and head in one unit (apply_fsdp in olmo_core/nn/transformer/model.py), on nightly builds of
+    # PyTorch from 2024-08 to 2024-10, which preferred cuDNN's attention (pytorch/pytorch#138522); with a compiled loss,
+    # and with Triton's of before.
+    "olmo-core": replace(TRAITS["torchtitan"], loss_kernel="compiled", flash2=False, separate_head_unit=False),
+    "olmo-core-triton": replace(
+        TRAITS["torchtitan"], loss_kernel="always", kernel_logit_bytes=8.0, flash2=False, separate_head_unit=False
+    ),
+    # HybridParallelPlugin with zero_stage 2: LowLevelZero, and Apex's norms.
+    "colossal-zero2": replace(TRAITS["deepspeed"], unfused_norms=False, offloads_gradients=False),
+    # parallelism.enable_async_tensor_parallel: collectives are decomposed and run with the matmuls around them.
+    "torchtitan-async": replace(TRAITS["torchtitan-2025"], overlaps_tensor=True),
+    "torchtitan-foreach-async": replace(TRAITS["torchtitan"], foreach_step=True, overlaps_tensor=True),
+    # A compiled model whose head's matmul is padded: in bf16 with its loss and the flash-attn package; and under
+    # autocast with a loss that is not compiled, and DDP with `gradient_as_bucket_view`.
+    "smol-llama": replace(
+        TRAITS["by-hand"], loss_kernel="compiled", compiles_loss=True, pads_vocabulary=True, flash2=True
+    ),
+    "autocast-padded": replace(TRAITS["autocast"], pads_vocabulary=True),
+    # The Trainer of transformers 4.39 under Accelerate's FSDP: embedding and head in units of their own, gradients
+    # reduced in fp32, and blocks checkpointed within FSDP's units (patches/transformers.diff).
+    "yafsdp-fsdp": replace(
+        EARLIER,
+        logit_bytes=16.0,
+        upcasts_shards=True,
+        reentrant=False,
+        checkpoints_units=False,
+        separate_head_unit=True,
+        narrow_reduction=False,
+    ),
+    # flash-attn's attention, RMSNorm and rotary embeddings between compiled parts, keys and values repeated before;
+    # torch.optim.AdamW as it is.
+    "llm-pretrainer": replace(TRAITS["autocast"], unfused_norms=False, repeats_keys=True, foreach_step=True),
+    # The same loops with the flash-attn package, which keeps packed documents apart by their lengths.
+    "autocast-flash2": replace(TRAITS["autocast"], flash2=True, variable_lengths=True),
+    "by-hand-flash2": replace(TRAITS["by-hand"], flash2=True, variable_lengths=True),
+    # Its own modules and LoRA: repeated keys, xFormers' attention of packed documents, checkpointed blocks as FSDP
+    # units, bf16 adapters whose fp32 masters are swapped in for the step, and fp32 logits that its loop holds beside
+    # log-softmax and two gradients (train.py, model/transformer.py, finetune/mixed_precision.py).
+    "mistral-finetune": replace(
+        TRAITS["by-hand"],
+        repeats_keys=True,
+        flash2=True,
+        variable_lengths=True,
+        foreach_step=True,
+        masters_with_optimizer=True,
+        checkpoints_units=True,
+        logit_bytes=16.0,
+        holds_outputs="next",
+    ),
+    # Loops under autocast around transformers' models, whose 16-bit logits are held by what the model returned; and
+    # without autocast in fp32.
+    "transformers-autocast-loop": replace(
+        TRAITS["huggingface"], foreach_step=True, reentrant=True, logit_bytes=14.0, holds_outputs="step", **OWN_LOOP
+    ),
+    "transformers-fp32-loop": replace(LOOP, logit_bytes=16.0, holds_outputs="step"),
+    # The Trainer of 2024 with torch_compile, which also has the loss.
+    "huggingface-2024-compiled": replace(
+        EARLIER, logit_bytes=16.0, upcasts_shards=True, liger_kernels=False, loss_kernel="compiled"
+    ),
+    # A loop around transformers 5 that takes the loss from the outputs and holds nothing else, with a fused AdamW or
+    # bitsandbytes' own.
+    "transformers-5-plain-loop": replace(
+        LOOP, logit_bytes=12.0, reentrant=False, foreach_step=False, wide_embedding_state=False
+    ),
+    # nanoGPT's kind of loop without compilation: logits are held until the next ones.
+    "build-nanogpt": replace(
+        TRAITS["autocast"],
+        fused_activation=True,
+        copies_to_buckets=True,
+        flash2=True,
+        logit_bytes=14.0,
+        holds_outputs="next",
+    ),
+    # nanoGPT's model in a loop of its own (profile_sparse.py of FIRE_playground), compiled with its loss, and as it is.
+    "fire-nanogpt": replace(
+        TRAITS["autocast"],
+        loss_kernel="compiled",
+        compiles_loss=True,
+        returns_logits=True,
+        pads_vocabulary=True,
+        fused_activation=True,
+        flash2=True,
+    ),
+    "fire-nanogpt-eager": replace(
+        TRAITS["autocast"], fused_activation=True, flash2=True, logit_bytes=14.0, holds_outputs="step"
+    ),
+    # transformers' models in torchtitan (experiments/transformers_modeling_backend), whose attention has fewer keys.
+    "torchtitan-transformers": replace(TRAITS["torchtitan-2025"], repeats_keys=False, copies_to_buckets=True),
+    # A GPT by hand with torch.optim.AdamW and DDP as they are.
+    "dist-trainer": replace(
+        TRAITS["autocast"], fused_activation=True, foreach_step=True, copies_to_buckets=True, holds_outputs="step"
+    ),
+    # Primus with cross_entropy_loss_fusion: false, its default (primus/configs/models/megatron/language_model.yaml).
+    "primus-plain-loss": replace(
+        MEGATRON,
+        loss_kernel="never",
+        accumulates_in_matmuls=False,
+        overlaps_gradients=True,
+        overlaps_weight_gather=True,
+    ),
+    # Megatron with Lumen's kernels: --overlap-grad-reduce, --no-gradient-accumulation-fusion, no fused cross-entropy.
+    "lumen": replace(MEGATRON, loss_kernel="never", accumulates_in_matmuls=False, overlaps_gradients=True),
+    # Loops of llm-infra-bench around transformers 5 with torch.optim.AdamW as it is: under autocast, with `out` held in
+    # the backward pass (08, train_loop.py) or the loss alone (09, train_dist.py), with DDP's gradient_as_bucket_view,
+    # FSDP's own mixed precision, and DeepSpeed with torch_adam.
+    "infra-bench-held": replace(
+        TRAITS["huggingface"],
+        foreach_step=True,
+        copies_to_buckets=False,
+        logit_bytes=14.0,
+        holds_outputs="step",
+        **OWN_LOOP,
+    ),
+    "infra-bench-held-fp32": replace(
+        TRAITS["huggingface"],
+        foreach_step=True,
+        copies_to_buckets=False,
+        logit_bytes=16.0,
+        holds_outputs="step",
+        **OWN_LOOP,
+    ),
+    "infra-bench": replace(
+        TRAITS["huggingface"], foreach_step=True, copies_to_buckets=False, logit_bytes=12.0, **OWN_LOOP
+    ),
+    "infra-bench-lora": replace(FOREACH, copies_to_buckets=False, logit_bytes=12.0, **OWN_LOOP),
+    "infra-bench-fsdp": replace(LOOP, logit_bytes=12.0, reentrant=False),
+    "deepspeed-torch-adam": replace(TRAITS["deepspeed"], foreach_step=True, logit_bytes=12.0),
+    # core_r0.14.0 without --cross-entropy-loss-fusion; and with --overlap-grad-reduce and --overlap-param-gather.
+    "megatron-0.14": replace(MEGATRON, loss_kernel="never"),
+    "megatron-0.14-overlapped": replace(
+        MEGATRON, loss_kernel="never", overlaps_gradients=True, overlaps_weight_gather=True
     ),
 }

@@ -117,7 +117,8 @@ def test_a_plan_says_what_it_may_be_off_by():
     from shoal import api
 
     def error(*settings: str) -> dict[str, Any] | None:
-        found = api.plan(["model.shape=llama3.2-1b", "data.max_length=2048", *settings]).as_dict()["expected_error"]
+        settings = ("model.shape=llama3.2-1b", "data.max_length=2048", *settings)
+        found = api.plan({}, overrides=settings).as_dict()["expected_error"]
         assert found is None or isinstance(found, dict)
         return found
 

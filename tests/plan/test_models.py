@@ -165,7 +165,10 @@ def test_an_unknown_device_is_noted(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("gpu", "network"),
-    [("h100-80gb", "infiniband-ndr"), ("a100-80gb", "infiniband-hdr"), ("l40s", "ethernet-25"), ("cpu", "ethernet-10")],
+    [
+        *(("h100-80gb", "infiniband-ndr"), ("a100-80gb", "infiniband-hdr"), ("v100-32gb", "infiniband-edr")),
+        *(("l40s", "ethernet-25"), ("cpu", "ethernet-10")),
+    ],
 )
 def test_devices_have_their_usual_network(gpu, network):
     assert usual_network(find_gpu(gpu)) == network

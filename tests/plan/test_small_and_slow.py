@@ -78,6 +78,6 @@ def test_short_inner_dimensions_cost_more_where_a_multiprocessor_is_faster():
 
 
 def test_collectives_over_pci_express_reach_less_of_the_link_than_over_nvlink():
-    near, slow = make_run(), make_run(gpu="rtx4090")
+    near, slow = make_run(), make_run(gpu="l40s")
     assert ring_speed(near, Group(8, 1)) == 0.8 * near.link.bytes_per_second
     assert ring_speed(slow, Group(8, 1)) == 0.45 * slow.link.bytes_per_second

@@ -70,7 +70,7 @@ def test_zero3_of_deepspeed_waits_for_its_hooks_if_sequences_are_short():
             )
         )
 
-    assert step(256, "zero3") > 2.5 * step(256, "zero2")
+    assert step(256, "zero3") > 1.9 * step(256, "zero2")
     assert step(256, "zero3") == pytest.approx(step(512, "zero3"), rel=0.02)
     assert step(8192, "zero3") < 1.1 * step(8192, "zero2")
 
@@ -305,8 +305,20 @@ def test_the_trainer_waits_for_the_loss_and_its_host_prepares_the_step_meanwhile
     run = make_run("llama3-8b", "h200", traits=HUGGING_FACE, compiled=False, loss="plain", precision="bf16-true")
     own_loop = run.with_(traits=replace(HUGGING_FACE, waits_for_loss=False))
     assert seconds(run) - seconds(own_loop) == pytest.approx(4e-3 + 32 * 9 * 0.02e-3, rel=0.01)
-    factored = [seconds(one.with_(optimizer="adafactor")) for one in (run, own_loop)]
-    assert factored[0] - factored[1] == pytest.approx(4e-3 + 32 * 9 * 0.47e-3, rel=0.01)
+    # Adafactor launches its kernels tensor by tensor, while others run.
+    factored = [forecast_speed(one.with_(optimizer="adafactor")) for one in (run, own_loop)]
+    launched = 32 * 9 * 0.45e-3 - term(factored[0], "optimizer")
+    waited = factored[0].step_seconds - factored[1].step_seconds
+    assert waited == pytest.approx(4e-3 + 32 * 9 * 0.02e-3 + max(0.0, launched), rel=0.01)
+
+
+def test_composer_removes_padding_where_there_is_none():
+    run = make_run("mpt-7b", "a100-80gb", traits=SYSTEMS["composer"], compiled=False)
+    kept = run.with_(traits=replace(run.traits, unpads=False))
+    # Copies of queries, keys and values in either pass, each of 192e9 elements a second, and zeros for the output.
+    copied = run.tokens * 4096 * (3 / (330e9 * 108 * 1.41 / (132 * 1.98)) + 2 / (0.8 * 2039e9))
+    more = block_compute(run).elementwise.both - block_compute(kept).elementwise.both
+    assert more == pytest.approx(2 * copied, rel=0.02)
 
 
 def test_accelerate_casts_logits_that_nobody_reads():

@@ -185,7 +185,7 @@ FLASH, EFFICIENT, AMD = 0.83, 0.32, 0.56
 
 # With libraries of 2023: llm-foundry's A100 results. With today's by the rule of the others: large matmuls reach 264.5
 # to 271.2 TFLOP/s at best in three tables [1, 2], of which training reaches 0.93 × 0.96.
-_OLD_AMPERE = Efficiency(matmuls=0.725, attention=0.64, bandwidth=0.60, fp8=0.62)
+_OLD_AMPERE = Efficiency(matmuls=0.735, attention=0.64, bandwidth=0.60, fp8=0.62)
 _AMPERE = replace(_OLD_AMPERE, matmuls=0.765)
 # From this year on PyTorch's wheels have the libraries that those matmuls ran with.
 AMPERE_SINCE = 2025

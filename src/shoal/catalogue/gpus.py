@@ -73,9 +73,14 @@ LINKS: dict[str, Link] = {
         Link("pcie3", 15.75e9, 10e-6),
         Link("pcie4", 31.5e9, 10e-6),
         Link("pcie5", 63e9, 10e-6),
+        # The same between cards that cannot access each other's memory, so that every byte passes that of the host:
+        # what an all-gather is measured to reach (see plan/communication.py).
+        Link("pcie-host", 7.7e9, 10e-6),
         # One port per GPU.
         Link("infiniband-hdr", 25e9, 10e-6),
         Link("infiniband-ndr", 50e9, 10e-6),
+        # A port of 100 Gbit/s for two GPUs, as in a DGX-1 and a DGX-2.
+        Link("infiniband-edr", 6.25e9, 10e-6),
         # TCP through the kernel, hence the latency.
         Link("ethernet-10", 1.25e9, 50e-6),
         Link("ethernet-25", 3.125e9, 50e-6),
@@ -95,34 +100,37 @@ GPUS: dict[str, Gpu] = {
         Gpu("t4", 14.56, 320e9, None, 65e12, 8.1e12, None, (7, 5), "pcie3"),
         Gpu("v100-16gb", 15.77, 900e9, None, 125e12, 15.7e12, None, (7, 0), "nvlink2"),
         Gpu("v100-32gb", 31.73, 900e9, None, 125e12, 15.7e12, None, (7, 0), "nvlink2"),
-        # GeForce parts run half-precision matmuls with fp32 accumulation at half rate, Titan and Quadro at full rate.
-        Gpu("rtx2080ti", 10.76, 616e9, None, 53.8e12, 13.45e12, None, (7, 5), "pcie3"),
+        # GeForce parts run half-precision matmuls with fp32 accumulation at half rate, Titan and Quadro at full rate;
+        # and the driver does not let them access each other's memory (NVIDIA/nccl, issue 1127; nccl-tests, issue 117).
+        Gpu("rtx2080ti", 10.76, 616e9, None, 53.8e12, 13.45e12, None, (7, 5), "pcie-host"),
         Gpu("titan-rtx", 23.65, 672e9, None, 130.5e12, 16.3e12, None, (7, 5), "pcie3"),
         Gpu("rtx8000", 47.46, 672e9, None, 130.5e12, 16.3e12, None, (7, 5), "pcie3"),
         Gpu("a10", 22.06, 600e9, 125e12, 125e12, 31.2e12, None, (8, 6), "pcie4"),
-        Gpu("a10g", 22.06, 600e9, 70e12, 70e12, 31.5e12, None, (8, 6), "pcie4"),
+        # In virtual machines, as Amazon's G5 and G6, without access to each other's memory (ray, issue 39471;
+        # llm-d-infra, pull request 181), like the L4.
+        Gpu("a10g", 22.06, 600e9, 70e12, 70e12, 31.5e12, None, (8, 6), "pcie-host"),
         Gpu("a30", 23.50, 933e9, 165e12, 165e12, 10.3e12, None, (8, 0), "pcie4"),
         Gpu("a40", 44.35, 696e9, 149.7e12, 149.7e12, 37.4e12, None, (8, 6), "pcie4"),
-        Gpu("l4", 22.03, 300e9, 121e12, 121e12, 30.3e12, 242e12, (8, 9), "pcie4"),
+        Gpu("l4", 22.03, 300e9, 121e12, 121e12, 30.3e12, 242e12, (8, 9), "pcie-host"),
         Gpu("l20", 44.39, 864e9, 119.5e12, 119.5e12, 59.8e12, 239e12, (8, 9), "pcie4"),
         Gpu("l40", 44.39, 864e9, 181e12, 181e12, 90.5e12, 362e12, (8, 9), "pcie4"),
         Gpu("l40s", 44.39, 864e9, 362e12, 362e12, 91.6e12, 733e12, (8, 9), "pcie4"),
         # GeForce again: half-precision matmuls with fp32 accumulation at half rate, twice that of fp32.
-        Gpu("rtx3060", 11.65, 360e9, 25.5e12, 25.5e12, 12.74e12, None, (8, 6), "pcie4"),
-        Gpu("rtx3060ti", 7.79, 448e9, 32.4e12, 32.4e12, 16.2e12, None, (8, 6), "pcie4"),
-        Gpu("rtx3070", 7.79, 448e9, 40.6e12, 40.6e12, 20.3e12, None, (8, 6), "pcie4"),
-        Gpu("rtx3080", 9.78, 760e9, 59.5e12, 59.5e12, 29.8e12, None, (8, 6), "pcie4"),
-        Gpu("rtx3080ti", 11.76, 912e9, 68.2e12, 68.2e12, 34.1e12, None, (8, 6), "pcie4"),
-        Gpu("rtx3090", 23.68, 936e9, 71e12, 71e12, 35.6e12, None, (8, 6), "pcie4"),
-        # With eight lanes of PCI Express: the 4060, the 4060 Ti and the 5060 Ti.
-        Gpu("rtx4060", 7.65, 272e9, 30.2e12, 30.2e12, 15.1e12, 60.5e12, (8, 9), "pcie3"),
-        Gpu("rtx4060ti-16gb", 15.65, 288e9, 44.1e12, 44.1e12, 22.1e12, 88.3e12, (8, 9), "pcie3"),
-        Gpu("rtx4070", 11.65, 504e9, 58.3e12, 58.3e12, 29.1e12, 116.6e12, (8, 9), "pcie4"),
-        Gpu("rtx4070-super", 11.65, 504e9, 71e12, 71e12, 35.5e12, 142e12, (8, 9), "pcie4"),
-        Gpu("rtx4070ti-super", 15.65, 672e9, 88.2e12, 88.2e12, 44.1e12, 176.4e12, (8, 9), "pcie4"),
-        Gpu("rtx4080", 15.65, 717e9, 97.5e12, 97.5e12, 48.7e12, 195e12, (8, 9), "pcie4"),
-        Gpu("rtx4090", 23.64, 1008e9, 165.2e12, 165.2e12, 82.6e12, 330.3e12, (8, 9), "pcie4"),
-        Gpu("rtx4090d", 23.64, 1008e9, 147.1e12, 147.1e12, 73.5e12, 294.2e12, (8, 9), "pcie4"),
+        Gpu("rtx3060", 11.65, 360e9, 25.5e12, 25.5e12, 12.74e12, None, (8, 6), "pcie-host"),
+        Gpu("rtx3060ti", 7.79, 448e9, 32.4e12, 32.4e12, 16.2e12, None, (8, 6), "pcie-host"),
+        Gpu("rtx3070", 7.79, 448e9, 40.6e12, 40.6e12, 20.3e12, None, (8, 6), "pcie-host"),
+        Gpu("rtx3080", 9.78, 760e9, 59.5e12, 59.5e12, 29.8e12, None, (8, 6), "pcie-host"),
+        Gpu("rtx3080ti", 11.76, 912e9, 68.2e12, 68.2e12, 34.1e12, None, (8, 6), "pcie-host"),
+        Gpu("rtx3090", 23.68, 936e9, 71e12, 71e12, 35.6e12, None, (8, 6), "pcie-host"),
+        Gpu("rtx4060", 7.65, 272e9, 30.2e12, 30.2e12, 15.1e12, 60.5e12, (8, 9), "pcie-host"),
+        Gpu("rtx4060ti-16gb", 15.65, 288e9, 44.1e12, 44.1e12, 22.1e12, 88.3e12, (8, 9), "pcie-host"),
+        Gpu("rtx4070", 11.65, 504e9, 58.3e12, 58.3e12, 29.1e12, 116.6e12, (8, 9), "pcie-host"),
+        Gpu("rtx4070-super", 11.65, 504e9, 71e12, 71e12, 35.5e12, 142e12, (8, 9), "pcie-host"),
+        Gpu("rtx4070ti-super", 15.65, 672e9, 88.2e12, 88.2e12, 44.1e12, 176.4e12, (8, 9), "pcie-host"),
+        Gpu("rtx4080", 15.65, 717e9, 97.5e12, 97.5e12, 48.7e12, 195e12, (8, 9), "pcie-host"),
+        Gpu("rtx4090", 23.64, 1008e9, 165.2e12, 165.2e12, 82.6e12, 330.3e12, (8, 9), "pcie-host"),
+        Gpu("rtx4090d", 23.64, 1008e9, 147.1e12, 147.1e12, 73.5e12, 294.2e12, (8, 9), "pcie-host"),
+        # With eight lanes of PCI Express. Of this generation, collectives are measured to reach more than before.
         Gpu("rtx5060ti-16gb", 15.45, 448e9, 47.4e12, 47.4e12, 23.7e12, 94.8e12, (12, 0), "pcie4"),
         Gpu("rtx5070", 11.46, 672e9, 61.7e12, 61.7e12, 30.9e12, 123.5e12, (12, 0), "pcie5"),
         Gpu("rtx5070ti", 15.44, 896e9, 87.9e12, 87.9e12, 43.9e12, 175.8e12, (12, 0), "pcie5"),

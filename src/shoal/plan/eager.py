@@ -115,6 +115,9 @@ def _rotary(run: Run) -> tuple[list[Kernel], list[Kernel]]:
     heads = (shape.query_width + 2 * shape.kv_width) / tp
     # Batched matmuls of scores need copies of the transposed queries, keys and values.
     copied = [Kernel(heads, 2 * itemsize, unrolled=True)] if run.attention == "scores" else []
+    if run.traits.unpads and run.attention == "fused":
+        # Gathered token by token, and the output into zeros; backward the other way around.
+        out = [Kernel(heads, 2 * itemsize, unrolled=True), *out, Kernel(shape.query_width / tp, itemsize)]
     if not shape.traits.rotary:
         return copied + out, [Kernel(heads, 2 * itemsize, unrolled=True), *out]
     if run.traits.fused_rotary:

@@ -95,12 +95,13 @@ def _module_hooks(run: Run) -> float:
     return each * modules * (2 + run.repeats_forward + run.reference_pass)
 
 
-def step_host_seconds(run: Run, blocks: int) -> float:
-    """Host time of an optimizer step that the device waits for."""
+def step_host_seconds(run: Run, blocks: int, device: float) -> float:
+    """Host time of an optimizer step that the device, which needs `device` seconds for it, waits for."""
     if run.gpu.is_cpu or not run.traits.waits_for_loss:
         return 0.0
     if run.adapter is not None:
         tensors, each = 2 * len(adapted(run)) * blocks, ADAPTER_TENSOR_HOST
     else:
         tensors, each = (len(linears(run.shape, joined=run.traits.fused_qkv)) + 2) * blocks, TENSOR_HOST
-    return STEP_HOST + tensors * (each + OPTIMIZER_HOST.get(run.optimizer, 0.0))
+    launched = tensors * OPTIMIZER_HOST.get(run.optimizer, 0.0)
+    return STEP_HOST + tensors * each + max(0.0, launched - device)

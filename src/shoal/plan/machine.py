@@ -107,14 +107,17 @@ def machine_at_hand(
 
 
 def usual_network(gpu: Gpu) -> str:
-    """The usual network between nodes with such devices; one port per device."""
+    """The usual network between nodes with such devices; one port per device, with V100 for two."""
     if gpu.is_cpu:
         return "ethernet-10"
     if gpu.name.startswith("mi"):
         return "infiniband-hdr" if gpu.name == "mi250" else "infiniband-ndr"
     if not gpu.link.startswith("nvlink"):
         return "ethernet-25"
-    return "infiniband-ndr" if (gpu.compute_capability or (0, 0)) >= (9, 0) else "infiniband-hdr"
+    capability = gpu.compute_capability or (0, 0)
+    if capability < (8, 0):
+        return "infiniband-edr"
+    return "infiniband-ndr" if capability >= (9, 0) else "infiniband-hdr"
 
 
 def _link(wanted: str | LinkConfig, usual: str) -> Link:

@@ -17,11 +17,11 @@ SOCKETS = {"volta": 128e9, "ampere": 205e9, "hopper": 307e9}
 # The share of it that a vectorized Adam reaches: 8.2 s for 11.6 billion parameters, of 28 bytes each, with
 # DeepSpeedCPUAdam (DeepSpeed's pull request 735, of 2021; it does not say the host, and a DGX-2 is assumed).
 HOST_ADAM = 0.155
-# The same if the ranks of a node share its cores, as DeepSpeed's do unless `--bind_cores_to_rank` is given, which also
-# compute norm and clipping there: about a second per billion parameters on a host with two sockets of DDR4-3200. 0.8 s
-# at most with two ranks (3.1 s for a step of Qwen2.5-3B, DeepSpeed's pull request 7474), 1.9 s with four (128 ms for 67
-# million, README of ZenFlow's benchmark in DeepSpeedExamples), 2.7 s with eight (chenyaofo's table).
-SHARED_HOST_ADAM = 0.07
+# If the ranks of a node share its cores, as DeepSpeed's do unless `--bind_cores_to_rank` is given, each starts as many
+# threads as there are cores, and n of them together reach an n-th of that. For a billion parameters on a host with two
+# sockets of DDR4-3200 it is 0.9, 1.8 and 3.5 s with two, four and eight ranks; published are 0.8 s at most with two
+# (3.1 s for a step of Qwen2.5-3B, DeepSpeed's pull request 7474), 1.9 s with four (128 ms for 67 million, README of
+# ZenFlow's benchmark in DeepSpeedExamples) and 2.7 s with eight (chenyaofo's table).
 # Bytes that a step in fp32 moves per parameter: weight, gradient and two moments are read, all but the gradient
 # written.
 STEP_BYTES = 28
@@ -39,8 +39,8 @@ def host_adam(run: Run) -> float:
     capability = run.gpu.compute_capability or (9, 0)
     generation = "volta" if capability < (8, 0) else "ampere" if capability < (9, 0) else "hopper"
     sockets = 2 if run.gpu.link.startswith(("nvlink", "xgmi")) else 1
-    shared = run.traits.masters_with_optimizer and run.devices > 1
-    return sockets * SOCKETS[generation] * (SHARED_HOST_ADAM if shared else HOST_ADAM)
+    sharing = run.devices if run.traits.masters_with_optimizer else 1
+    return sockets * SOCKETS[generation] * HOST_ADAM / sharing
 
 
 def activation_transfer(run: Run, block: BlockCompute) -> float:

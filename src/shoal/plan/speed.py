@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from shoal.catalogue.shapes import block_matrices
 from shoal.plan.blocks import linears
-from shoal.plan.communication import Group, collective_seconds, contention, rank_group, straggling
+from shoal.plan.communication import Group, collective_seconds, contention, exposed_reduction, rank_group, straggling
 from shoal.plan.compute import block_compute, head_seconds, optimizer_seconds
 from shoal.plan.host import host_seconds, step_host_seconds
 from shoal.plan.kernels import STREAMED, bandwidth
@@ -159,7 +159,8 @@ def _sharding(run: Run, rank: Rank, ahead: float, back: float) -> tuple[Term, fl
         return collective_seconds(run, "all-gather", over, parameters * itemsize)
 
     def scattered(parameters: float) -> float:
-        return collective_seconds(run, "reduce-scatter", over, parameters * run.reduced_bytes) if parameters else 0.0
+        operation: Operation = "all-reduce" if run.gathers_after_step and run.traits.all_reduces else "reduce-scatter"
+        return collective_seconds(run, operation, over, parameters * run.reduced_bytes) if parameters else 0.0
 
     gather, scatter = gathered(counts.block, block_bytes(run)), scattered(counts.block * run.trained.blocks)
     embedding, head = counts.embedding * run.trained.embedding, counts.head * run.trained.head
@@ -188,6 +189,11 @@ def _sharding(run: Run, rank: Rank, ahead: float, back: float) -> tuple[Term, fl
         gathers += gathered(counts.head)
         scatters += scattered(head)
         embedding_and_head = gathered(counts.embedding) + scattered(embedding)
+    if run.gathers_after_step and run.traits.bucket_elements:
+        # ZeRO-2: weights are gathered after the step, and nothing else is communicated in a micro-batch.
+        total = scatters + embedding_and_head
+        exposed = _exposed_gradients(run, rank, total, back) + _bucket_copies(run, trained_parameters(run, rank))
+        return leaf("exposed FSDP collectives", exposed), max(0.0, total - exposed)
     if run.traits.lists_shards:
         exposed = gathers + again + scatters + embedding_and_head + _listed_shards(run) * rank.blocks
         return leaf("exposed FSDP collectives", exposed), 0.0
@@ -207,8 +213,9 @@ def _per_step(run: Run, rank: Rank) -> list[Term]:
     """The optimizer, and communication once per step."""
     trained = trained_parameters(run, rank)
     own = trained / run.optimizer_shards
-    found = [leaf("optimizer", 0.0 if steps_on_host(run) else optimizer_seconds(run, own))]
-    found.append(leaf("host's part of the optimizer step", step_host_seconds(run, rank.blocks)))
+    updating = 0.0 if steps_on_host(run) else optimizer_seconds(run, own)
+    waiting = step_host_seconds(run, rank.blocks, updating)
+    found = [leaf("optimizer", updating), leaf("host's part of the optimizer step", waiting)]
     communication = [*_gradient_all_reduce(run, rank, trained), *_weight_gather(run, rank, trained)]
     found.append(group("communication per step", *communication))
     found.append(offloaded_state(run, rank))
@@ -233,23 +240,20 @@ def _gradient_all_reduce(run: Run, rank: Rank, trained: float) -> list[Term]:
         seconds += collective_seconds(run, "all-reduce", across, size / sharing)
     else:
         seconds = collective_seconds(run, operation, over, size)
-    overlaps = run.traits.overlaps_gradients and not replays_graphs(run)
-    overlap = block_compute(run).backward * rank.blocks if overlaps else 0.0
-    # The last bucket, or the last block's gradients, start when there is nothing left to compute.
-    last = seconds / max(2, rank.blocks)
-    if overlaps and (stages := _synchronized_stages(run)) > 1:
-        last, overlap = seconds / stages, overlap * min(run.mesh.pp, run.grad_accum_steps)
+    exposed = _exposed_gradients(run, rank, seconds, block_compute(run).backward * rank.blocks)
     # Gradients are copied into buckets, and from there back, unless they are views of them.
-    copied = 4 * size if run.traits.copies_to_buckets and run.data_parallelism.ddp else 0.0
+    copied = _bucket_copies(run, trained)
+    if run.traits.copies_to_buckets and run.data_parallelism.ddp:
+        copied = 4 * size / (run.gpu.memory_bandwidth * STREAMED)
     updates = 0.0
     if run.traits.shares_muon and run.optimizer == "muon":
         matrices = rank.blocks * sum(one.parameters for one in linears(run.shape))
         updates = collective_seconds(run, "all-reduce", over, matrices * run.compute_bytes)
     return [
         leaf("all-reduce of updates", updates),
-        leaf(f"gradient {operation}", max(last, seconds - overlap)),
-        leaf("gradient buckets", copied / (run.gpu.memory_bandwidth * STREAMED)),
-        leaf("slowdown by overlapped all-reduce", contention(run, over) * min(seconds, overlap)),
+        leaf(f"gradient {operation}", exposed),
+        leaf("gradient buckets", copied),
+        leaf("slowdown by overlapped all-reduce", contention(run, over) * (seconds - exposed)),
     ]
 
 
@@ -260,6 +264,26 @@ def _synchronized_stages(run: Run) -> int:
     if run.mesh.pp == 1 or not run.traits.overlaps_pipeline:
         return 1
     return stages_each(run.schedule, run.virtual_stages)
+
+
+def _exposed_gradients(run: Run, rank: Rank, seconds: float, back: float) -> float:
+    """Of the seconds of a reduction of all gradients, those that the backward pass does not hide."""
+    if not run.traits.overlaps_gradients or replays_graphs(run):
+        return seconds
+    trained = trained_parameters(run, rank)
+    if (stages := _synchronized_stages(run)) > 1:
+        return exposed_reduction(seconds, back * min(run.mesh.pp, run.grad_accum_steps), 1 / stages)
+    # The gradient of the embedding is complete when there is nothing left to compute; else that of the first block.
+    last = max(1 / max(2, rank.blocks), count(run, rank).embedding * run.trained.embedding / trained)
+    return exposed_reduction(seconds, back, last, run.traits.bucket_elements / trained)
+
+
+def _bucket_copies(run: Run, trained: float) -> float:
+    """Seconds to copy gradients into DeepSpeed's buckets, to divide them there, and to flatten what is all-reduced."""
+    if not (run.traits.bucket_elements and run.data_parallelism.shards_optimizer):
+        return 0.0
+    moved = (6 if run.traits.all_reduces else 4) * trained * run.reduced_bytes
+    return moved / (run.gpu.memory_bandwidth * STREAMED)
 
 
 def _weight_gather(run: Run, rank: Rank, trained: float) -> list[Term]:

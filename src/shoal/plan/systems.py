@@ -74,6 +74,11 @@ DEEPSPEED = SystemTraits(
     logit_bytes=14.0,
     masters_with_optimizer=True,
     flattens_gradients=True,
+    # deepspeed/runtime/zero/config.py: overlap_comm is false in stages 1 and 2 unless it is set, reduce_bucket_size is
+    # 5e8, and use_multi_rank_bucket_allreduce true (from version 0.12.4 on).
+    overlaps_gradients=False,
+    bucket_elements=5e8,
+    all_reduces=True,
     offloads_gradients=True,
     flash2=True,
     peft=True,
@@ -142,7 +147,12 @@ UNSLOTH = replace(
     fused_activation=True,
 )
 # Its published results are of 2023.
-COMPOSER = SystemTraits(unfused_norms=False, loss_kernel="always", software=2023)
+COMPOSER = SystemTraits(
+    unfused_norms=False,
+    loss_kernel="always",
+    unpads=True,  # flash_attn_fn in llmfoundry/models/layers/attention.py
+    software=2023,
+)
 
 ENGINES = {"native": "shoal", "deepspeed": "deepspeed"}  # the system that a value of `parallel.engine` runs on
 

@@ -19,6 +19,9 @@ class SystemTraits:
     fused_by_hand: bool = False
     # Keys and values are repeated for every query head before attention, and saved like that.
     repeats_keys: bool = False
+    # Padding is removed before attention and put back after it even where there is none, which copies what it reads and
+    # returns.
+    unpads: bool = False
     # Queries, keys and values are one matmul even in families with three.
     fused_qkv: bool = False
     # Without sharded weights, layers that read the same tensor are one matmul in compiled blocks: see plan/packed.py.
@@ -180,8 +183,11 @@ class SystemTraits:
     broadcasts_weights: bool = False
     # Updated weights are all-gathered during the next forward pass (Megatron's overlap_param_gather); else before it.
     overlaps_weight_gather: bool = False
-    # Gradients are reduced during the backward pass; else after it.
+    # Gradients are reduced during the backward pass; else after it, or while nothing else runs.
     overlaps_gradients: bool = True
+    # Elements of the buckets that gradients are copied to and reduced in, whatever blocks they are of; 0: block by
+    # block, or bucket by bucket of a size that hardly matters, as DDP's.
+    bucket_elements: float = 0.0
     # Pipeline stages have equal numbers of blocks, and the last one also has the head; else stages are balanced.
     even_stages: bool = False
     # These numbers count the embedding, the last norm and the head as blocks too.

@@ -12,7 +12,10 @@ LOWEST_DRIVER = {11: 450, 12: 525, 13: 580}
 IDLE_MIB = 1024
 # Shares of the peak in the catalogue that a large matmul reaches on a healthy GPU, with room for limited power.
 USUAL_SHARE, LOWEST_SHARE = 0.4, 0.15
-TOPOLOGY = "set hardware.link to what connects them (pcie4, pcie5), so that shoal plan forecasts this machine"
+TOPOLOGY = (
+    "set hardware.link to what connects them (pcie4, pcie5; pcie-host without peer access), so that shoal plan "
+    "forecasts this machine"
+)
 
 
 def check_driver(setting: Setting) -> Finding:
