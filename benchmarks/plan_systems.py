@@ -76,33 +76,50 @@ NEAREST: dict[str, SystemTraits] = {
         erf_gelu=True,
     ),
     # Until transformers 4.45 the logits that a model returned were the fp32 copy; attention was flash attention 2.
-    "huggingface-2024": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True),
+    "huggingface-2024": replace(EARLIER, logit_bytes=12.0, shifts_logits=True, upcasts_shards=True),
     # The same with a fused AdamW.
-    "huggingface-2024-fused": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True, foreach_step=False),
+    "huggingface-2024-fused": replace(
+        EARLIER, logit_bytes=12.0, shifts_logits=True, upcasts_shards=True, foreach_step=False
+    ),
     # The same with `use_reentrant` false.
-    "huggingface-2024-not-reentrant": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True, reentrant=False),
+    "huggingface-2024-not-reentrant": replace(
+        EARLIER, logit_bytes=12.0, shifts_logits=True, upcasts_shards=True, reentrant=False
+    ),
     # The same with bitsandbytes 0.43.0 or 0.43.1 (March to July 2024), and with an earlier one.
-    "huggingface-2024-03": replace(EARLIER, logit_bytes=16.0, quantized_keep_inputs=True),
-    "huggingface-2023": replace(EARLIER, logit_bytes=16.0, quantized_keep_inputs=True, dequantizes_in_half=True),
+    "huggingface-2024-03": replace(EARLIER, logit_bytes=12.0, shifts_logits=True, quantized_keep_inputs=True),
+    "huggingface-2023": replace(
+        EARLIER, logit_bytes=12.0, shifts_logits=True, quantized_keep_inputs=True, dequantizes_in_half=True
+    ),
     # Of 2023 with fp16 weights, which were dequantized to fp16, and no autocast; PEFT then kept the adapters of weights
     # that are not quantized in their dtype.
-    "optimum": replace(FOREACH, logit_bytes=16.0, autocasts=False, quantized_keep_inputs=True, half=True),
+    "optimum": replace(
+        FOREACH, logit_bytes=12.0, shifts_logits=True, autocasts=False, quantized_keep_inputs=True, half=True
+    ),
     "optimum-narrow": replace(
-        FOREACH, logit_bytes=16.0, autocasts=False, quantized_keep_inputs=True, narrow_adapters=True, half=True
+        FOREACH,
+        logit_bytes=12.0,
+        shifts_logits=True,
+        autocasts=False,
+        quantized_keep_inputs=True,
+        narrow_adapters=True,
+        half=True,
     ),
     # A loop of its own around them, which checkpoints blocks within FSDP's units.
     "huggingface-2024-loop": replace(
         EARLIER,
-        logit_bytes=16.0,
+        logit_bytes=12.0,
+        shifts_logits=True,
         upcasts_shards=True,
         checkpoints_units=False,
         **OWN_LOOP,
     ),
-    # Of early 2024, with own loops; their scripts cast the adapters to the dtype of the frozen weights, and checkpoint
-    # blocks within FSDP's units.
+    # Of early 2024, with own loops that hold the outputs (fsdp_qlora's train.py); their scripts cast the adapters to
+    # the dtype of the frozen weights, and checkpoint blocks within FSDP's units.
     "huggingface-narrow": replace(
         EARLIER,
         logit_bytes=16.0,
+        shifts_logits=True,
+        holds_outputs="step",
         narrow_adapters=True,
         quantized_keep_inputs=True,
         reentrant=False,
@@ -111,7 +128,8 @@ NEAREST: dict[str, SystemTraits] = {
     # The same with cached keys: `use_cache` was switched off in September 2023.
     "llama-recipes-2023": replace(
         EARLIER,
-        logit_bytes=16.0,
+        logit_bytes=12.0,
+        shifts_logits=True,
         narrow_adapters=True,
         quantized_keep_inputs=True,
         reentrant=False,
@@ -140,7 +158,9 @@ NEAREST: dict[str, SystemTraits] = {
     # Of 2023: transformers' Llama replaced the logits by their fp32 copy, and copied them without the last token.
     "deepspeed-2023": replace(OVERLAPPED, logit_bytes=16.0),
     # Its LoRA without DeepSpeed: PEFT before 0.12, and one matmul for queries, keys and values.
-    "qwen-2023": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True, narrow_adapters=True, fused_qkv=True),
+    "qwen-2023": replace(
+        EARLIER, logit_bytes=12.0, shifts_logits=True, upcasts_shards=True, narrow_adapters=True, fused_qkv=True
+    ),
     # A loss of its own over 16-bit logits (benchmark/gpt/model.py); Lightning's plugin has no autocast with DeepSpeed.
     "deepspeed-lightning": replace(TRAITS["deepspeed"], logit_bytes=6.0),
     # ColossalAI's LowLevelZero: gradients stay on the device, are cast one by one, and reduced in buckets of 12 Mi
@@ -397,7 +417,7 @@ NEAREST: dict[str, SystemTraits] = {
     "torchtitan-foreach": replace(TRAITS["torchtitan"], foreach_step=True),
     # The Trainer with adamw_torch_fused; with torch_compile, which also has the loss; and under Accelerate's FSDP with
     # fsdp_activation_checkpointing, which checkpoints blocks within FSDP's units.
-    "oumi": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True, foreach_step=False),
+    "oumi": replace(EARLIER, logit_bytes=12.0, shifts_logits=True, upcasts_shards=True, foreach_step=False),
     "oumi-compiled": replace(
         EARLIER,
         logit_bytes=16.0,
@@ -408,7 +428,8 @@ NEAREST: dict[str, SystemTraits] = {
     ),
     "oumi-fsdp": replace(
         EARLIER,
-        logit_bytes=16.0,
+        logit_bytes=12.0,
+        shifts_logits=True,
         upcasts_shards=True,
         foreach_step=False,
         checkpoints_units=False,
@@ -513,7 +534,8 @@ NEAREST: dict[str, SystemTraits] = {
     # reduced in fp32, and blocks checkpointed within FSDP's units (patches/transformers.diff).
     "yafsdp-fsdp": replace(
         EARLIER,
-        logit_bytes=16.0,
+        logit_bytes=12.0,
+        shifts_logits=True,
         upcasts_shards=True,
         reentrant=False,
         checkpoints_units=False,

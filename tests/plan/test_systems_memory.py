@@ -100,16 +100,17 @@ def test_trl_keeps_the_weights_under_adapters_in_fp32_and_autocast_copies_them()
 
 
 def test_what_a_recomputed_blocks_forward_pass_has_left_stays_reserved_beside_the_loss() -> None:
-    run = tuned("huggingface", recompute="full", micro_batch=2)
+    # Where steps are not replayed (tests/plan/test_fragmentation.py): DeepSpeed's.
+    run = tuned("deepspeed", None, recompute="full", micro_batch=2)
     memory = forecast_memory(run)
     assert memory.worst.peak.name == "loss"
     # Three tensors of the MLP, and five of the residual stream's size.
     left = 4096 * 2 * (3 * 11_008 + 5 * 4096)
-    assert memory.reserved - 1.02 * memory.allocated == pytest.approx(left)
+    more = memory.reserved - 1.02 * memory.allocated
+    assert more == pytest.approx(left, rel=0.01)
     # Scores too, if they are materialized: the softmax, and a tensor in 16 bits.
-    eager = forecast_memory(run.with_(attention="scores", length=256, micro_batch=16))
-    assert eager.worst.peak.name == "loss"
-    assert eager.reserved - 1.02 * eager.allocated == pytest.approx(left + 4096 * 256 * 32 * 6)
+    eager = run.with_(attention="scores", length=256, micro_batch=16)
+    assert left_by_forward(eager) == pytest.approx(left + 4096 * 256 * 32 * 6)
     # Not if the loss's tensors fit these blocks: 32,000 logits in fp32 are less than a row of scores.
     assert left_by_forward(run.with_(attention="scores", length=2048)) == 0
 

@@ -2,6 +2,7 @@
 
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.plan.activations import block_input
+from shoal.plan.blocks import linears
 from shoal.plan.layout import Rank, micro_batches_in_flight
 from shoal.plan.muon import orthogonalized
 from shoal.plan.run import Run
@@ -61,6 +62,12 @@ def communication_buffers(run: Run, rank: Rank) -> Term:
     return group("communication buffers", *found)
 
 
+def adafactor_copies(run: Run) -> int:
+    """Tensors in fp32 of a parameter's size that transformers' Adafactor has at a time: the squared gradient, twice,
+    and, if they are in 16 bits, weight and gradient (step in transformers/optimization.py)."""
+    return 4 if run.trained_bytes < 4 else 2
+
+
 def optimizer_temporaries(run: Run, rank: Rank) -> Term:
     """Temporary memory of the optimizer step."""
     trained, amount = trained_parameters(run, rank), 0.0
@@ -70,6 +77,10 @@ def optimizer_temporaries(run: Run, rank: Rank) -> Term:
         # Newton-Schulz needs a few copies of its batch in bf16, and they are made from one in fp32.
         amount += 4 * 2 * max(together * short * long for (short, long), _, together in orthogonalized(run))
     amount = min(amount, 8 * trained)
+    if find_optimizer(run.optimizer).factored:
+        tables = run.shape.vocab * run.shape.hidden * max(run.trained.embedding, run.trained.head)
+        largest = max(tables, *(one.parameters for one in linears(run.shape))) / run.mesh.tp
+        amount += adafactor_copies(run) * 4 * min(largest, trained) / run.optimizer_shards
     copies = run.traits.step_copies
     if run.traits.foreach_step and not run.optimizer_in_backward:
         copies = 1  # the square roots of the second moments

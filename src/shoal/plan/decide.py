@@ -79,7 +79,7 @@ def choose(
     ):
         return cut
     if chosen is None:
-        least = min(options, key=lambda option: forecast_memory(option[0]).reserved)
+        least = min(options, key=lambda option: forecast_memory(option[0]).allocated)
         choice = _make_choice(config, machine, least[0], least[2])
     else:
         for option in options:
@@ -108,7 +108,7 @@ def _options(config: Config, shape: ModelShape, machine: Machine, traits: System
                 run = make_run(
                     config, shape, machine, Execution(strategy, sharding, micro_batch, recompute), traits=traits
                 )
-                if least is None or forecast_memory(run).reserved < forecast_memory(least).reserved:
+                if least is None or forecast_memory(run).allocated < forecast_memory(least).allocated:
                     least = run
                 if not fits(run, machine, _share(config)):
                     break  # nor would a larger micro-batch

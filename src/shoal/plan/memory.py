@@ -6,7 +6,8 @@ from functools import cached_property, lru_cache
 from shoal.catalogue.attention import AMPERE
 from shoal.plan.activations import block_kept, buffer_bytes
 from shoal.plan.blocks import linears
-from shoal.plan.head import head
+from shoal.plan.fragmentation import fragmented, is_replayed
+from shoal.plan.head import LOSS_BYTES, head
 from shoal.plan.layout import Rank, count, different_ranks, micro_batches_in_flight, ranks_of
 from shoal.plan.moments import Moment, moments, recomputation
 from shoal.plan.run import Run
@@ -24,8 +25,11 @@ EXPANDABLE_SLACK = 0.005
 # reserved in addition.
 RECOMPUTED_SLACK = 0.3
 # Sequences of varied length: a longer one does not fit the blocks that shorter ones have left, which stay reserved.
-# That is about this share of the loss's tensors, or of all that a step needs for a time: benchmarks/plan/allocator.py.
-VARIED_LOSS_SLACK = 0.8
+# That is about this share of a plain loss's tensors (16 bytes per logit), half of it where a micro-batch has many
+# sequences, of which the longest hardly varies; or this share of all that a step needs for a time:
+# benchmarks/plan/allocator.py.
+VARIED_LOSS_SLACK = 1.3
+MANY_SEQUENCES = 16
 VARIED_SLACK = 0.3
 # CUDA context with loaded kernels. Before version 1.13, of the end of 2022, PyTorch loaded all kernels at once: 1,271
 # MiB on a V100 and 1,573 MiB on an A100 (train/tr11-176B-ml/chronicles-prequel.md in bigscience-workshop/bigscience).
@@ -43,9 +47,18 @@ CHANNELS_FOR = 300e9
 class RankMemory:
     """Memory of one pipeline rank; the same on all data- and tensor-parallel ranks of it."""
 
-    pipeline_rank: int
+    run: Run
+    rank: Rank
     moments: tuple[Moment, ...]
-    reserve: float  # reserved by the allocator but unused, at the peak
+
+    @property
+    def pipeline_rank(self) -> int:
+        return self.rank.pipeline_rank
+
+    @cached_property
+    def reserve(self) -> float:
+        """Reserved by the allocator but unused, at the peak."""
+        return _reserve(self.run, self.rank, self.moments)
 
     @property
     def peak(self) -> Moment:
@@ -69,12 +82,12 @@ class Memory:
 
     @cached_property
     def pipeline_ranks(self) -> tuple[RankMemory, ...]:
-        return tuple(_rank_memory(self.run, rank) for rank in ranks_of(self.run))
+        return tuple(RankMemory(self.run, rank, moments(self.run, rank)) for rank in ranks_of(self.run))
 
     @cached_property
     def _fullest(self) -> tuple[RankMemory, ...]:
         """Of the ranks with the same stages the first, which has the most micro-batches in flight."""
-        return tuple(_rank_memory(self.run, rank) for rank in different_ranks(self.run))
+        return tuple(RankMemory(self.run, rank, moments(self.run, rank)) for rank in different_ranks(self.run))
 
     @cached_property
     def host(self) -> Term:
@@ -84,6 +97,8 @@ class Memory:
 
     @property
     def worst(self) -> RankMemory:
+        if len(self._fullest) == 1:
+            return self._fullest[0]
         return max(self._fullest, key=lambda pipeline_rank: pipeline_rank.reserved)
 
     @property
@@ -96,7 +111,21 @@ class Memory:
 
     def fits(self, gib: float) -> bool:
         """Whether a device with `gib` of memory is enough, including the CUDA context."""
+        if (self.allocated + self.context) / GIB > gib:
+            return False
+        # A replay takes time, and no step leaves gaps that are larger than all that it needs for a time.
+        room = gib * GIB - self.context - self.allocated
+        if is_replayed(self.run) and self._needed_for_a_time < room:
+            return True
         return (self.reserved + self.context) / GIB <= gib
+
+    @property
+    def _needed_for_a_time(self) -> float:
+        """Bytes at the peak that are neither weights nor optimizer state, and those on FSDP's own streams again."""
+        held = states(self.run, ranks_of(self.run)[0])
+        side = max(moment.side for moment in self._fullest[0].moments)
+        temporary = self.allocated - held.weights.amount - held.optimizer.amount
+        return temporary * max(1.0, VARIED_LOSS_SLACK if self.run.varied_lengths else 0.0) + side
 
 
 @lru_cache(maxsize=4096)
@@ -105,14 +134,20 @@ def forecast_memory(run: Run) -> Memory:
     return Memory(run, _context(run))
 
 
-def _rank_memory(run: Run, rank: Rank) -> RankMemory:
-    found = moments(run, rank)
-    highest = max(moment.tree.amount for moment in found)
+def _reserve(run: Run, rank: Rank, found: tuple[Moment, ...]) -> float:
+    """Bytes that the allocator reserves beyond the peak of what is allocated."""
     if run.traits.planned_memory:
-        return RankMemory(rank.pipeline_rank, found, 0.0)
-    slack = SHARDED_SLACK if run.gathers_weights else ALLOCATOR_SLACK
-    gaps = 0.0
-    if run.traits.expandable_segments or not run.gathers_weights:
+        return 0.0
+    highest = max(moment.tree.amount for moment in found)
+    # FSDP's own streams do not share freed memory with the main one.
+    main = max(moment.tree.amount - moment.side for moment in found) if run.gathers_weights else highest
+    side = max(moment.side for moment in found) if run.gathers_weights else 0.0
+    slack, gaps = SHARDED_SLACK if run.gathers_weights else ALLOCATOR_SLACK, 0.0
+    if is_replayed(run):
+        slack = 0.0
+        if not run.varied_lengths:  # which leave more
+            gaps = fragmented(run, run.gpu.memory_gib * GIB - _context(run) - side)
+    elif run.traits.expandable_segments or not run.gathers_weights:
         # Offloaded block inputs do not lie between them.
         gaps = RECOMPUTED_SLACK * recomputation(run, rank) * (0.5 if run.offloads_inputs else 1.0)
         if max(found, key=lambda moment: moment.tree.amount).name == "loss" and not run.traits.expandable_segments:
@@ -125,12 +160,7 @@ def _rank_memory(run: Run, rank: Rank) -> RankMemory:
     if run.traits.flattens_gradients:
         held = states(run, rank)
         solid = held.optimizer.amount + (held.weights.amount if run.adapter is None else 0.0)
-    if not run.gathers_weights:
-        return RankMemory(rank.pipeline_rank, found, (highest - solid) * slack + gaps)
-    main = max(moment.tree.amount - moment.side for moment in found)
-    side = max(moment.side for moment in found)
-    reserve = max(0.0, main + (main - solid) * slack + side - highest)
-    return RankMemory(rank.pipeline_rank, found, reserve + gaps)
+    return max(0.0, main + (main - solid) * slack + side - highest) + gaps
 
 
 def _left_by_shorter_sequences(run: Run, rank: Rank, found: tuple[Moment, ...], needed: float) -> float:
@@ -140,7 +170,11 @@ def _left_by_shorter_sequences(run: Run, rank: Rank, found: tuple[Moment, ...], 
     lasting = held.weights.amount + held.optimizer.amount
     # The optimizer's temporaries come after the activations, and use their blocks.
     peak = max(moment.tree.amount for moment in found if moment.name != "optimizer step")
-    loss = head(run).peak.amount if rank.last else 0.0
+    loss = 0.0
+    if rank.last and run.loss == "plain":
+        loss = min(head(run).peak.amount, LOSS_BYTES * run.head_tokens * run.shape.vocab / run.mesh.tp)
+    if run.micro_batch >= MANY_SEQUENCES:
+        loss /= 2
     kept = max(VARIED_LOSS_SLACK * loss, VARIED_SLACK * max(0.0, peak - lasting - held.gradients.amount))
     room = run.gpu.memory_gib * GIB - _context(run) - needed
     return max(0.0, min(room, peak + kept - needed))

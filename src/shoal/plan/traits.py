@@ -32,6 +32,9 @@ class SystemTraits:
     waits_for_loss: bool = False
     # Peak bytes per logit of a plain loss: log-softmax and two gradients, in fp32.
     logit_bytes: float = 12.0
+    # The model replaces its logits by an fp32 copy, and copies that without the last token of each sequence:
+    # transformers before 4.45.
+    shifts_logits: bool = False
     # The same with a vocabulary sharded over tensor-parallel ranks.
     sharded_logit_bytes: float = 12.0
     # `chunked`: logits and their gradients are computed chunk by chunk. `upcast`: all logits are kept in the compute

@@ -101,10 +101,17 @@ def _block_gradients(run: Run) -> float:
 
 
 def embedding_gradient(run: Run, counts: Counts) -> float:
-    """The embedding's gradient in the compute dtype, beside the one that it is added to or cast to: that of the head,
-    if they are tied, or of earlier micro-batches in another dtype."""
+    """The embedding's gradient beside the one that it is added to or cast to: that of the head, if they are tied, or of
+    earlier micro-batches in another dtype. Autocast's is in fp32; in 16 bits the sum of a tied one is a tensor of its
+    own, since the head's is a transposed view (llama3.2-1b in benchmarks/gpu/trainer_h200)."""
     if run.sharded:
         return 0.0
+    trained = counts.embedding * run.trained.embedding
+    if run.shape.tied and run.loss == "plain" and run.adapter is None:
+        if not run.mixed:
+            return 2 * trained * run.weight_bytes
+        if run.casts_weights:
+            return trained * run.weight_bytes
     if not run.shape.tied and (not run.mixed or run.gradient_bytes == run.compute_bytes):
         return 0.0
-    return counts.embedding * run.trained.embedding * run.compute_bytes
+    return trained * run.compute_bytes
