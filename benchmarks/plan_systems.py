@@ -62,8 +62,8 @@ NEAREST: dict[str, SystemTraits] = {
     "huggingface-5.1": replace(FOREACH, flash2=True, sums_head_gradient=True),
     # The Trainer's fp32 model under adapters, which it is before transformers 5 unless its dtype is given; and with the
     # flash-attn package.
-    "huggingface-wide-base": replace(SYSTEMS["trl"], variable_lengths=False),
-    "huggingface-wide-base-flash": replace(SYSTEMS["trl"], variable_lengths=False, flash2=True),
+    "huggingface-wide-base": replace(SYSTEMS["huggingface"], wide_base=True),
+    "huggingface-wide-base-flash": replace(SYSTEMS["huggingface"], wide_base=True, flash2=True),
     # Its first version, of July 2019: `gelu` in modeling.py.
     "bert-apex-2019-07": replace(
         MEGATRON,
@@ -381,8 +381,14 @@ NEAREST: dict[str, SystemTraits] = {
     "transformers-no-loss": replace(
         LOOP, loss_kernel="always", kernel_logit_bytes=4.0, holds_outputs="next", caches_keys=True, half=True
     ),
-    # Its autograd functions for adapters, which overwrite what a block's MLP saved (axolotl/kernels/lora.py).
-    "axolotl-kernels": replace(TRAITS["axolotl"], mlp_in_place=True, fused_activation=True),
+    # Of 2024: inputs of blocks go to the host and back on the stream of the kernels, as in
+    # Unsloth_Offloaded_Gradient_Checkpointer. Of 2025: on another stream, but to one buffer, so that they come back
+    # while nothing runs (UnslothCheckpointFunction; two since May 2026), and a loss without logits (cut cross-entropy).
+    "unsloth-2024": replace(TRAITS["unsloth"], exposes_offload="both", expandable_segments=False),
+    "unsloth-2025": replace(TRAITS["unsloth"], exposes_offload="back", fused_rows=512),
+    "axolotl-kernels": TRAITS["axolotl"],  # as it is by default since April 2025
+    # Without its autograd functions for adapters, which until 2026 were not for those with dropout.
+    "axolotl-dropout": replace(TRAITS["axolotl"], fused_adapters=False),
     # A loop around the loss of transformers' own models, before version 5.
     "transformers-4-loop": LOOP,
     # transformers' models under FSDP2 with compiled blocks, logits that are cast to fp32 and held by its loop beside

@@ -97,3 +97,16 @@ def test_the_host_s_time_is_that_of_the_operations() -> None:
     assert block("bert-base", "a100-80gb") == block("bert-base", "h200") == pytest.approx(1.4e-3, rel=0.02)
     assert block("bert-base", "h200", "scores") == pytest.approx(1.79e-3, rel=0.02)
     assert block("llama2-7b", "a100-80gb") == block("llama2-7b", "h200") == 2.0e-3
+
+
+def test_hooks_of_checkpointing_take_as_long_in_blocks_with_fewer_operations() -> None:
+    measured = json.loads((ROOT / "benchmarks" / "gpu" / "trainer_h200" / "block_host.json").read_text())["cases"]
+    for family, shape in (("neox", "pythia-160m"), ("gpt2", "gpt2")):
+        settings: dict[str, Any] = {"compiled": False, "precision": "bf16-true", "recompute": "full", "traits": TRAITS}
+        run = make_run(shape, "h200", dropout=shape == "gpt2", attention_dropout=shape == "gpt2", **settings)
+        found = next(
+            one["block_ms"]
+            for one in measured
+            if one["family"] == family and one["weights"] == "bf16" and one["recompute"] and one["adapter"] is None
+        )
+        assert host_seconds(run, 1) == pytest.approx(found / 1e3, rel=0.1)

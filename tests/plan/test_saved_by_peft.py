@@ -30,7 +30,7 @@ def forecast(quantize: str | None, *, upcasts: bool) -> float:
         precision="bf16-true",
         adapter=Adapter(8, EVERY, quantize, double_quantized=quantize is not None, upcasts=upcasts),
         trained=FROZEN,
-        traits=SYSTEMS["axolotl"],
+        traits=SYSTEMS["llama-factory"],
     )
     return block_kept(run).amount
 

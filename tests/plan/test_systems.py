@@ -1,7 +1,10 @@
 """`--like SYSTEM`: what other systems keep, communicate and do by default."""
 
+from dataclasses import replace
+
 import pytest
 
+from shoal.plan.compute import head_seconds
 from shoal.plan.systems import DEFAULTS, SYSTEMS
 from shoal.plan.terms import GIB
 from tests.plan.planning import EIGHT_H100, plan
@@ -83,3 +86,20 @@ def test_defaults_are_values_of_the_schema_for_systems_that_exist(system: str) -
 def test_a_gpu_without_bf16_is_planned_with_fp16() -> None:
     found = plan("model.shape=tinyllama-1.1b", "hardware.gpu=t4", "adapter.kind=lora", system="axolotl")
     assert found.choice.run.precision == "16-mixed"
+
+
+def test_trls_qlora_has_16_bit_adapters_and_an_fp32_rest() -> None:
+    lora, qlora = (
+        plan("model.shape=llama3-8b", "hardware.gpu=h100-80gb", f"adapter.kind={kind}", system="trl").choice.run
+        for kind in ("lora", "qlora")
+    )
+    assert (lora.trained_bytes, qlora.trained_bytes) == (4, 2)
+    assert (lora.narrow_adapters, qlora.narrow_adapters) == (False, True)
+    assert qlora.residual_bytes == 4
+    # Its loss is computed in parts, each of which is computed again and casts the head.
+    other = qlora.with_(traits=replace(qlora.traits, chunks="chunked"))
+    more = head_seconds(qlora).both - head_seconds(other).both
+    casts = qlora.tokens / 256 * 128_256 * 4096 * 6 / (0.8 * qlora.gpu.memory_bandwidth)
+    assert more > 2 * casts
+    axolotl = plan("model.shape=llama3-8b", "hardware.gpu=h100-80gb", "adapter.kind=qlora", system="axolotl")
+    assert axolotl.choice.run.trained_bytes == 4

@@ -128,7 +128,8 @@ def test_litgpt_quantizes_the_head_and_dequantizes_it_from_fp16() -> None:
 def test_torchtunes_compiled_loss_has_no_fp32_logits() -> None:
     eager, compiled = (tuned("torchtune", None, loss="chunked", compiled=one) for one in (False, True))
     logits = 2048 * 32_000
-    assert at(eager, "loss", "logits chunk") * GIB == pytest.approx(logits * (2 + 12 / 8))
+    # Of every chunk the log-softmax, and two gradients of one.
+    assert at(eager, "loss", "logits chunk") * GIB == pytest.approx(logits * (2 + 4 + 8 / 8))
     assert at(compiled, "loss", "logits chunk") * GIB == pytest.approx(logits * (2 + 2 / 8))
 
 
@@ -138,6 +139,43 @@ def test_unsloths_mlp_saves_its_factors_and_overwrites_them() -> None:
     first = "backward of the first block"
     assert at(fused, first, "MLP gradients") == pytest.approx(width)
     assert at(attention_only, first, "MLP gradients") == pytest.approx(3 * width)
+
+
+def test_autograd_functions_of_adapters_save_each_input_once_but_not_of_8_bit_layers() -> None:
+    axolotl, peft = tuned("axolotl", None, length=1024), tuned("llama-factory", None, length=1024)
+    each = 2 * 32 * 1024 / GIB
+    assert at(axolotl, "loss", "linear inputs") == pytest.approx(2 * 4096 * each)
+    assert at(peft, "loss", "linear inputs") == pytest.approx(6 * 4096 * each)
+    # The factors alone, where PEFT's MLP also saves SiLU's output and the product.
+    assert at(axolotl, "loss", "MLP intermediates") == pytest.approx(2 * 11_008 * each)
+    assert at(peft, "loss", "MLP intermediates") == pytest.approx(4 * 11_008 * each)
+    assert axolotl.trained_bytes == 4
+    eight, peft = (run.with_(adapter=Adapter(8, EVERY, "int8")) for run in (axolotl, peft))
+    assert at(eight, "loss", "MLP intermediates") == at(peft, "loss", "MLP intermediates")
+
+
+def test_unsloths_loss_holds_logits_of_up_to_4_gib_in_fp32() -> None:
+    one = tuned("unsloth", length=8192, loss="fused")  # 1 GiB
+    assert at(one, "loss", "logits chunk") == pytest.approx(8192 * 32_000 * 2 / GIB)
+    five = one.with_(micro_batch=5)  # 4.9 GiB: four parts
+    assert at(five, "loss", "logits chunk") == pytest.approx(5 * 8192 / 4 * 32_000 * 2 / GIB)
+
+
+def test_unsloths_qlora_of_llama_3_8b_takes_what_was_measured_on_an_h200() -> None:
+    # benchmarks/gpu/adapters_h200/unsloth.json
+    traits = replace(SYSTEMS["unsloth"], flash2=False)
+    run = tuned("unsloth", length=2048, micro_batch=4, loss="fused", recompute="offload", traits=traits)
+    adapter = Adapter(16, EVERY, "nf4", double_quantized=True)
+    run = run.with_(shape=make_run("llama3-8b").shape, adapter=adapter, compiled=True)
+    assert forecast_memory(run).allocated / GIB == pytest.approx(8.04, rel=0.01)
+
+
+def test_reentrant_checkpoints_hold_the_output_of_the_block_that_they_recomputed() -> None:
+    run = tuned("llama-factory", length=1024, recompute="full")
+    first = "backward of the first block"
+    assert at(run, first, "block output") == pytest.approx(1024 * 4096 * 2 / GIB)
+    other = run.with_(traits=replace(run.traits, reentrant=False))
+    assert at(other, first, "block output") == at(run.with_(recompute="none"), first, "block output") == 0
 
 
 def test_megatrons_block_is_that_of_its_paper_compiled_or_not() -> None:
@@ -185,7 +223,7 @@ def test_accelerate_accumulates_unsharded_gradients_in_16_bits() -> None:
 
 
 def test_quantized_layers_return_fp32_if_the_rest_is_upcast() -> None:
-    narrow = tuned("axolotl", length=1024)
+    narrow = tuned("llama-factory", length=1024)
     assert narrow.adapter is not None
     wide = narrow.with_(adapter=replace(narrow.adapter, upcasts=True))
     # Both factors of the MLP and SiLU's output; the input of the last adapter, which autocast casts.
@@ -203,7 +241,7 @@ def test_quantized_layers_return_fp32_if_the_rest_is_upcast() -> None:
 
 
 def test_early_bitsandbytes_saves_the_inputs_of_quantized_layers() -> None:
-    new = tuned("axolotl", length=1024)
+    new = tuned("llama-factory", length=1024)
     old = new.with_(traits=replace(new.traits, quantized_keep_inputs=True))
     each = 2 * 32 * 1024 / GIB  # bytes per column and 16-bit element, of all blocks
     # PEFT casts the inputs of its six other layers one by one; the frozen ones share the outputs of both norms.
@@ -218,7 +256,7 @@ def test_early_bitsandbytes_saves_the_inputs_of_quantized_layers() -> None:
 
 
 def test_adapters_in_the_dtype_of_the_layer_share_its_input() -> None:
-    own = tuned("axolotl", None, length=1024)
+    own = tuned("llama-factory", None, length=1024)
     shared = own.with_(traits=replace(own.traits, narrow_adapters=True))
     each = 2 * 32 * 1024 * 4096 / GIB
     assert at(own, "loss", "linear inputs") == pytest.approx(6 * each)

@@ -1,18 +1,22 @@
 """What takes time in other systems' code: adapters, dequantization, casts, hooks, and their collectives."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from shoal.catalogue.gpus import GPUS, LINKS
+from shoal.catalogue.gpus import GPUS, LINKS, find_gpu
 from shoal.catalogue.shapes import parameters
 from shoal.config.mesh import Mesh
 from shoal.plan.activations import block_kept
+from shoal.plan.adapters import dequantization_seconds
 from shoal.plan.attention import attention_seconds, score_traffic
 from shoal.plan.blocks import linears
 from shoal.plan.communication import Group, collective_seconds, ring_speed
 from shoal.plan.compute import block_compute, head_seconds, optimizer_seconds
 from shoal.plan.head import fused_rows
+from shoal.plan.kernels import contiguous_rate, matmul_seconds
 from shoal.plan.layout import ranks_of
 from shoal.plan.run import FROZEN, Adapter
 from shoal.plan.speed import forecast_speed
@@ -21,11 +25,84 @@ from shoal.plan.systems import SYSTEMS
 from tests.plan.planning import make_run
 from tests.plan.test_other_systems import DEEPSPEED, HUGGING_FACE, LINEARS, MEGATRON, adapted, seconds, term
 
+MEASURED = Path(__file__).parents[2] / "benchmarks" / "gpu" / "adapters_h200" / "kernels.json"
+
 
 def test_an_adapter_in_the_dtype_of_its_layer_launches_fewer_kernels_and_casts_nothing():
     wide, narrow = adapted(micro_batch=1), adapted(micro_batch=1, traits=replace(HUGGING_FACE, narrow_adapters=True))
     for length, share in ((128, 0.75), (4096, 0.95)):  # bound by the host, and by the device
         assert seconds(narrow.with_(length=length)) < share * seconds(wide.with_(length=length))
+
+
+def test_adapters_that_are_not_pefts_launch_fewer_kernels_still():
+    short = {"micro_batch": 1, "length": 16, "precision": "bf16-true"}
+    for system in ("torchtune", "litgpt", "unsloth"):
+        own = adapted(traits=SYSTEMS[system], **short)
+        peft = replace(SYSTEMS[system], peft=True, narrow_adapters=True, fused_adapters=False)
+        assert seconds(own.with_(traits=peft)) - seconds(own) == pytest.approx(32 * 7 * 0.10e-3, rel=0.02)
+
+
+def test_the_kernels_of_an_adapter_are_those_that_peft_launches():
+    traits = replace(SYSTEMS["llama-factory"], reentrant=False)
+    peft = adapted(traits=traits, precision="bf16-true")
+    inputs, outputs = (32 * peft.tokens * sum(one.local_sizes(1)[at] for one in linears(peft.shape)) for at in (0, 1))
+    fused = peft.with_(traits=replace(traits, fused_adapters=True))
+    narrow = peft.with_(traits=replace(traits, narrow_adapters=True))
+    plain, up = 0.87 * 2039e9, 2.1e12 / 132 * 108
+    # Each input is cast to fp32, and by autocast back; and so is its gradient.
+    casts = inputs * 2 * (6 / up + 6 / plain)
+    assert seconds(peft) - seconds(narrow) == pytest.approx(casts, rel=0.01)
+    # Scaled, added, the gradient scaled; that of the input added; or a sum that reads what it adds to, in either pass.
+    others = (outputs * (4 + 6 + 4) + inputs * 6 - (outputs + inputs) * 2) / plain
+    assert seconds(narrow) - seconds(fused) == pytest.approx(others, rel=0.01)
+    # 4-bit layers are copied before; autocast casts what they read, without PEFT.
+    nf4, gptq = (one.with_(adapter=Adapter(16, LINEARS, kind)) for one, kind in ((peft, "nf4"), (narrow, "gptq")))
+    assert block_compute(nf4).matmuls.forward > block_compute(narrow).matmuls.forward
+    assert seconds(gptq) > seconds(narrow)
+
+
+def test_fp32_adapters_of_an_h200_take_what_was_measured():
+    # Microseconds of 16,384 tokens, by rank, inputs and outputs: benchmarks/gpu/adapters_h200/kernels.json.
+    run = adapted(traits=replace(HUGGING_FACE, autocasts=False), precision="bf16-true", gpu="h200")
+    measured = {(16384, 16, 4096): 129, (16384, 32, 4096): 171, (16384, 256, 4096): 771, (16384, 4096, 16): 147}
+    for (rows, inner, columns), microseconds in measured.items():
+        assert matmul_seconds(run, rows, inner, columns, itemsize=4) == pytest.approx(microseconds * 1e-6, rel=0.16)
+
+
+def test_matrices_are_read_and_dequantized_as_fast_as_was_measured_on_an_h200():
+    run = adapted("h200", quantize="nf4", precision="bf16-true")
+    # `A x` and `B A x` of 16,384 tokens and 14,336 elements, rank 16; a matrix of 14,336 × 4,096.
+    assert matmul_seconds(run, 16384, 14336, 16) == pytest.approx(108e-6, rel=0.05)
+    assert matmul_seconds(run, 16384, 16, 14336) == pytest.approx(143e-6, rel=0.25)
+    assert run.adapter is not None
+    assert dequantization_seconds(run, run.adapter, 14336 * 4096)[0] == pytest.approx(71e-6, rel=0.05)
+
+
+def test_memory_that_corrects_errors_itself_is_slower():
+    shares = {name: contiguous_rate(adapted(name)) / find_gpu(name).memory_bandwidth for name in ("l4", "rtx4090")}
+    assert shares == pytest.approx({"l4": 0.78, "rtx4090": 0.87})
+
+
+@pytest.mark.parametrize("autocasts", [False, True])
+@pytest.mark.parametrize("kind", ["all", "all, r 64", "q v", "all, dropout", "all, narrow", "all, nf4"])
+def test_a_block_with_pefts_adapters_takes_what_was_measured_on_an_h200(kind: str, autocasts: bool):
+    found = json.loads(MEASURED.read_text())["blocks"]
+    (row,) = (one for one in found if one["case"] == kind and one["autocast"] == autocasts)
+    targets = ("q_proj", "v_proj") if kind == "q v" else LINEARS
+    quantize = "nf4" if "nf4" in kind else None
+    adapter = Adapter(64 if "64" in kind else 16, targets, quantize, quantize is not None, dropout="dropout" in kind)
+    traits = replace(SYSTEMS["llama-factory"], autocasts=autocasts, narrow_adapters="narrow" in kind)
+    run = adapted("h200", traits=traits, precision="bf16-true", micro_batch=4)
+    block = block_compute(run.with_(shape=make_run("llama3-8b").shape, adapter=adapter))
+    assert 1e3 * (block.forward + block.backward) == pytest.approx(row["4x2048"]["both ms"], rel=0.045)
+
+
+def test_offloaded_inputs_may_be_copied_while_nothing_runs():
+    run = adapted(traits=SYSTEMS["unsloth"], recompute="offload", length=4096, precision="bf16-true")
+    one = run.tokens * 4096 * 2 / (0.8 * run.gpu.host_link.bytes_per_second) * 32
+    for exposed, copies in (("back", 1), ("both", 2)):
+        waiting = run.with_(traits=replace(run.traits, exposes_offload=exposed))
+        assert seconds(waiting) - seconds(run) == pytest.approx(copies * one, rel=0.01)
 
 
 def test_a_quantized_layer_that_casts_nothing_takes_the_host_a_quarter_of_the_time():
@@ -47,7 +124,11 @@ def test_gptq_is_dequantized_by_many_kernels_once_for_each_forward_pass():
     gptq, nf4 = (adapted(quantize=kind, traits=traits, length=1024) for kind in ("gptq", "nf4"))
     # 16.5 bytes per weight, where NF4 moves 2.6 in either pass.
     weights = 32 * sum(one.parameters for one in linears(gptq.shape))
-    assert seconds(gptq) - seconds(nf4) == pytest.approx(weights * (16.5 - 2 * 2.5625) / (0.6 * 2039e9), rel=0.03)
+    # And a 4-bit layer's output is copied before the adapter's is added.
+    copied = 32 * gptq.tokens * 4 * sum(one.local_sizes(1)[1] for one in linears(gptq.shape)) / (0.87 * 2039e9)
+    dequantized = 2 * 2.5625 / (108 * 2.1e12 / 132)
+    more = weights * (16.5 / (0.6 * 2039e9) - dequantized) - copied
+    assert seconds(gptq) - seconds(nf4) == pytest.approx(more, rel=0.03)
     again = [seconds(run.with_(recompute="full")) - seconds(run) for run in (gptq, nf4)]
     assert again[0] > again[1] + 0.9 * weights * (16.5 - 2.5625) / (0.6 * 2039e9)
 

@@ -183,7 +183,7 @@ def _peft_inputs(run: Run, tokens: float) -> Term:
     theirs, which all of them share unless each one casts it from fp32. The MLP's last input is with the MLP."""
     own = [] if dropped_inputs(run) else [one for one in adapted(run) if one.reads != "inner"]
     width = run.adapter_input_bytes * sum(one.local_sizes(run.mesh.tp)[0] for one in own)
-    if run.traits.narrow_adapters:
+    if run.narrow_adapters or run.fuses_adapters:
         width = run.compute_bytes * len({one.reads for one in own} & NORMS) * run.shape.hidden
     if saved := quantized_input_bytes(run):
         frozen = [one for one in linears(run.shape) if one.reads in NORMS]
@@ -270,7 +270,7 @@ def _mlp(run: Run, tokens: float) -> list[Term]:
     if (run.recomputes_cheap and inner > 1) or has_mlp_in_place(run) or again:
         inner = 0
     # Gated: both factors, and their product as the input of the last linear layer; eager also the activation's output.
-    fused = run.compiled or run.traits.fused_activation
+    fused = run.compiled or run.traits.fused_activation or has_mlp_in_place(run)
     factors = (2 if fused else 3) if shape.traits.gated else 1
     wide = 0
     if run.writes_out_gelu:
@@ -294,7 +294,7 @@ def _routed(run: Run, tokens: float) -> list[Term]:
 
 def has_mlp_in_place(run: Run) -> bool:
     """Whether the backward pass of the MLP works in the tensors that it has saved; not with dropout on adapters."""
-    if not run.traits.mlp_in_place or run.adapter is None or run.adapter.dropout or not run.shape.traits.gated:
+    if not run.fuses_adapters or run.adapter is None or run.adapter.dropout or not run.shape.traits.gated:
         return False
     return {"gate_proj", "up_proj", "down_proj"} <= set(run.adapter.targets)
 

@@ -1,12 +1,25 @@
 """Seconds of the adapters of a block: LoRA and DoRA, ours and PEFT's."""
 
-from shoal.plan.kernels import bandwidth, matmul_seconds
+from shoal.plan.blocks import Linear
+from shoal.plan.kernels import (
+    DROPOUT_RATE,
+    EAGER_RATE,
+    MIXED_RATE,
+    UPCAST_RATE,
+    Seconds,
+    bandwidth,
+    contiguous_rate,
+    matmul_seconds,
+)
 from shoal.plan.run import Adapter, Run
 from shoal.plan.states import adapted, stored_bytes
 
 # Bytes per element of a GPTQ matrix that PyTorch's kernels dequantize, as in AutoGPTQ where neither exllama's nor
 # Triton's run: shifted (0.5 read, 4 written), cast to 8 bits (5), masked (2), less its zero (2), times its scale (3).
 GPTQ_TRAFFIC = 16.5
+# Bytes per second and multiprocessor that bitsandbytes dequantizes NF4 at, read and written: 1.9 to 2.2 TB/s on an H200
+# (benchmarks/gpu/adapters_h200/kernels.json).
+DEQUANTIZATION_RATE = 2.1e12 / 132
 
 
 def dequantization_seconds(run: Run, adapter: Adapter, elements: float) -> tuple[float, float]:
@@ -14,14 +27,14 @@ def dequantization_seconds(run: Run, adapter: Adapter, elements: float) -> tuple
     if adapter.quantize == "gptq":
         # Autograd saves the dequantized matrix, which no parameter is: the backward pass has it.
         return elements * GPTQ_TRAFFIC / bandwidth(run), 0.0
-    once = elements * (stored_bytes(run, adapter) + run.compute_bytes) / bandwidth(run)
+    once = elements * (stored_bytes(run, adapter) + run.compute_bytes) / contiguous_rate(run, DEQUANTIZATION_RATE)
     return once, once
 
 
 def adapter_seconds(run: Run, adapter: Adapter) -> tuple[float, float]:
     """Seconds of a block's adapters in the forward and the backward pass."""
     forward = backward = 0.0
-    itemsize, fuses = run.compute_bytes, run.compiled and not run.traits.liger_kernels
+    fuses = run.compiled and not run.traits.liger_kernels
     computed = run.adapter_bytes
     for one in adapted(run):
         inputs, outputs = one.local_sizes(run.mesh.tp)
@@ -29,27 +42,80 @@ def adapter_seconds(run: Run, adapter: Adapter) -> tuple[float, float]:
         shared = sum(1 for other in adapted(run) if other.reads == one.reads) if fuses else 1
         narrow = matmul_seconds(run, run.tokens, inputs, adapter.rank * shared, itemsize=computed) / shared
         thin = narrow + matmul_seconds(run, run.tokens, adapter.rank, outputs, itemsize=computed)
-        # Added to the frozen layer's output, which is read and written once more; the compiler adds it in the kernel
-        # that reads both.
-        added = outputs if fuses else 3 * outputs
-        if run.traits.peft:
-            added += 2 * outputs  # scaled by a kernel of its own
-        added_backward = inputs / shared if fuses else 6 * outputs
-        if run.traits.peft and adapter.quantize is None and not run.traits.narrow_adapters:
-            # The input in fp32 and back, and its gradient.
-            added, added_backward = added + 6 * inputs, added_backward + 6 * inputs
-        if adapter.dropout:
-            # Reads the input, writes it and the mask; backward reads gradient and mask, and adds to the input's. PEFT
-            # does so in the dtype of its adapters.
-            wide = run.traits.peft and not run.traits.narrow_adapters
-            passed = 4.5 if wide else 2.5
-            added, added_backward = added + passed * inputs, added_backward + passed * inputs
-        forward += thin + run.tokens * added * itemsize / bandwidth(run)
-        backward += 2 * thin + run.tokens * added_backward * itemsize / bandwidth(run)
+        around = _compiled_kernels(run, adapter, one, shared) if fuses else _eager_kernels(run, adapter, one)
+        forward += thin + around.forward
+        backward += 2 * thin + around.backward
         if adapter.dora:
             ahead, back = _dora(run, adapter, inputs, outputs)
             forward, backward = forward + ahead, backward + back
     return forward, backward
+
+
+def _compiled_kernels(run: Run, adapter: Adapter, one: Linear, shared: int) -> Seconds:
+    """What a compiled adapter moves beside its matmuls. Its output is added in the kernel that reads it."""
+    inputs, outputs = one.local_sizes(run.mesh.tp)
+    # Dropout reads the input, writes it and the mask; backward reads gradient and mask, and adds to the input's.
+    dropped = 2.5 * inputs if adapter.dropout else 0.0
+    each = run.tokens * run.compute_bytes / bandwidth(run)
+    return Seconds((outputs + dropped) * each, (inputs / shared + dropped) * each)
+
+
+def _eager_kernels(run: Run, adapter: Adapter, one: Linear) -> Seconds:
+    """The elementwise kernels of an adapter that is not compiled, as layer.py and bnb.py in peft/tuners/lora launch
+    them: the input is cast to the adapter's dtype, and by autocast back; dropout; the output is scaled, and added to a
+    copy of what a 4-bit layer returned, or to that itself. Backward: their gradients, and the sum with the layer's."""
+    inputs, outputs = one.local_sizes(run.mesh.tp)
+    read = run.attention_bytes if one.reads == "attention" else run.layer_bytes
+    made, computed = run.layer_bytes, run.adapter_bytes
+    peft = run.traits.peft and not run.fuses_adapters
+    stored = 4 if peft and not run.narrow_adapters else run.compute_bytes
+    if run.fuses_adapters:
+        # The matmul that adds reads what it adds to, in either pass.
+        moved = run.tokens / contiguous_rate(run)
+        return Seconds(outputs * made * moved, inputs * read * moved)
+    quantized, autocast = adapter.quantize is not None, run.traits.autocasts
+    seen = stored if peft and not (quantized and autocast) else read  # by dropout
+    ahead, back = _Kernels(run), _Kernels(run)
+    ahead.cast(inputs, read, seen)
+    ahead.cast(inputs, seen, computed)
+    back.cast(inputs, computed, seen)
+    back.cast(inputs, seen, read)
+    back.move(inputs, 3 * read)
+    if adapter.dropout:
+        for passed in (ahead, back):
+            passed.move(inputs, 2 * seen + 1, DROPOUT_RATE)
+    for passed in (ahead, back):
+        passed.move(outputs, 2 * computed)
+    if peft and adapter.quantize in ("nf4", "fp4"):
+        ahead.move(outputs, 2 * made)
+    if quantized and not autocast:
+        ahead.cast(outputs, computed, made)
+        back.cast(outputs, made, computed)
+        ahead.move(outputs, 3 * made)
+        return Seconds(ahead.seconds, back.seconds)
+    widest = max(made, computed)
+    ahead.move(outputs, made + computed + widest, MIXED_RATE if made != computed else EAGER_RATE)
+    back.cast(outputs, widest, computed)
+    if not quantized:
+        ahead.cast(outputs, widest, made)
+        back.cast(outputs, made, widest)
+        back.cast(outputs, widest, made)
+    return Seconds(ahead.seconds, back.seconds)
+
+
+class _Kernels:
+    """Seconds of elementwise kernels over a run's tokens, added up."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.seconds = run, 0.0
+
+    def move(self, width: float, size: float, per_unit: float = EAGER_RATE) -> None:
+        """A kernel that moves `size` bytes for each of `width` elements of a token."""
+        self.seconds += self.run.tokens * width * size / contiguous_rate(self.run, per_unit)
+
+    def cast(self, width: float, before: int, after: int) -> None:
+        if before != after:
+            self.move(width, before + after, UPCAST_RATE if after > before else EAGER_RATE)
 
 
 def _dora(run: Run, adapter: Adapter, inputs: float, outputs: float) -> tuple[float, float]:

@@ -78,10 +78,10 @@ def _materialized(run: Run) -> Seconds:
     queries, keys, width = run.tokens * run.shape.heads / run.mesh.tp, run.length, run.shape.head_size
     # Forward: scores from queries and keys, output from probabilities and values. Backward: the gradients of
     # probabilities, values, queries and keys.
-    unaligned = width * run.attention_bytes % HEAD_ALIGNMENT and 0 < run.traits.software < ANY_ALIGNMENT
+    unaligned = width * run.attention_bytes % HEAD_ALIGNMENT > 0 and 0 < run.traits.software < ANY_ALIGNMENT
     itemsize = 4 if unaligned else run.attention_bytes
-    made = matmul_seconds(run, queries, width, keys, itemsize=itemsize)
-    read = matmul_seconds(run, queries, keys, width, itemsize=itemsize)
+    made = matmul_seconds(run, queries, width, keys, itemsize=itemsize, unaligned=unaligned)
+    read = matmul_seconds(run, queries, keys, width, itemsize=itemsize, unaligned=unaligned)
     each = queries * keys / (run.gpu.memory_bandwidth * STREAMED)
     ahead, back = score_traffic(run)
     return Seconds(made + read + each * ahead, made + 3 * read + each * back)

@@ -35,6 +35,8 @@ BIAS_TRAFFIC = 1
 # Bytes moved per logit by a compiled loss, in two kernels, or by our kernel.
 FUSED_LOGIT_TRAFFIC = 10
 KERNEL_LOGIT_TRAFFIC = 7
+# Tokens of a part of TRL's loss (_CHUNKED_LM_HEAD_CHUNK_SIZE in trl/trainer/sft_trainer.py).
+RECOMPUTED_ROWS = 256
 # Of a loss that is compiled as one graph with its model, and with the zeros of logits that it returns: on an H200 a
 # step of 32,768 tokens takes 2.0 ms more with it than with a sum, and then 1.1 ms (benchmarks/gpu/compiled_loss_h200).
 GRAPH_LOGIT_TRAFFIC, RETURNED_LOGIT_TRAFFIC = 8, 10
@@ -85,8 +87,10 @@ def block_compute(run: Run) -> BlockCompute:
     """Seconds of a block, including activation recomputation."""
     matmuls, again = _matmuls(run)
     attention, elementwise = attention_seconds(run), _elementwise(run)
-    faster = eager.spared_power(run, matmuls.both + attention.both, elementwise.both)
-    matmuls, again = Seconds(matmuls.forward / faster, matmuls.backward / faster), again / faster
+    added = _adapters(run)
+    faster = eager.spared_power(run, matmuls.both + attention.both, elementwise.both + added.both)
+    ahead, back = matmuls.forward / faster + added.forward, matmuls.backward / faster + added.backward
+    matmuls, again = Seconds(ahead, back), again / faster
     share = 1.0 / run.recompute if isinstance(run.recompute, int) else 1.0
     if run.recomputed_blocks:
         share = min(share, run.recomputed_blocks * run.mesh.pp / run.shape.layers)
@@ -163,14 +167,19 @@ def _matmuls(run: Run) -> tuple[Seconds, float]:
         backward += (run.tokens * made * cast + elements * TWO_LAYOUT_CAST_TRAFFIC) / bandwidth(run)
         forward += (len(read) + len(matrices)) * CAST_SECONDS
         backward += len(matrices) * CAST_SECONDS
-    if run.adapter is not None:
-        ahead, back = adapter_seconds(run, run.adapter)
-        forward, backward = forward + ahead, backward + back
-        if run.adapter.quantize is not None:
-            elements = sum(one.parameters for one in matrices) / run.mesh.tp
-            ahead, back = dequantization_seconds(run, run.adapter, elements)
-            forward, backward = forward + ahead, backward + back
     return Seconds(forward, backward), again
+
+
+def _adapters(run: Run) -> Seconds:
+    """The adapters of a block, and what dequantizes its matrices."""
+    if run.adapter is None:
+        return Seconds(0.0, 0.0)
+    forward, backward = adapter_seconds(run, run.adapter)
+    if run.adapter.quantize is not None:
+        elements = sum(one.parameters for one in packed_linears(run)) / run.mesh.tp
+        ahead, back = dequantization_seconds(run, run.adapter, elements)
+        forward, backward = forward + ahead, backward + back
+    return Seconds(forward, backward)
 
 
 def _elementwise(run: Run) -> Seconds:
@@ -261,6 +270,10 @@ def head_seconds(run: Run) -> Seconds:
         back += max(slower * matmul_seconds(run, shape.hidden, tokens, columns), moved)
         if run.traits.sums_head_gradient:  # written, cast, and read once more
             back += summed * (2 * run.compute_bytes + 8) / eager_bandwidth(run)
+    if run.loss == "chunked" and run.traits.chunks == "recomputed" and run.traits.casts_per_use and run.mixed:
+        # TRL casts the head to fp32, and autocast back, for each part of 256 tokens, in either pass.
+        copied = tokens / RECOMPUTED_ROWS * shape.hidden * columns * (4 + run.compute_bytes)
+        ahead += copied / (run.gpu.memory_bandwidth * STREAMED)
     if parts > 1 and run.casts_weights and run.traits.liger_kernels:
         # Autocast does not keep its copy of a view, nor of a frozen weight, so that every part makes its own.
         copied = parts * shape.hidden * columns * (4 + run.compute_bytes) / (run.gpu.memory_bandwidth * STREAMED)

@@ -10,7 +10,7 @@ multiprocessor gets through as many per clock. Which kernels a block has is from
 from dataclasses import dataclass
 
 from shoal.catalogue.efficiency import MULTIPROCESSORS, clock
-from shoal.plan.activations import has_head_norms
+from shoal.plan.activations import has_head_norms, has_mlp_in_place
 from shoal.plan.blocks import linears
 from shoal.plan.kernels import STREAMED, Seconds, eager_bandwidth
 from shoal.plan.packed import gathered_sums
@@ -143,7 +143,7 @@ def _rotary(run: Run) -> tuple[list[Kernel], list[Kernel]]:
 def _feed_forward(run: Run) -> tuple[list[Kernel], list[Kernel]]:
     """The activation function, and its product with the gate's other half."""
     inner, itemsize = run.shape.ffn / run.mesh.tp, run.layer_bytes
-    if run.traits.fused_activation and run.shape.traits.gated:
+    if (run.traits.fused_activation or has_mlp_in_place(run)) and run.shape.traits.gated:
         return [Kernel(inner, 3 * itemsize, fused=True)], [Kernel(inner, 5 * itemsize, fused=True)]
     one, product = [Kernel(inner, 2 * itemsize)], [Kernel(inner, 3 * itemsize)]
     return (one + product, 3 * product) if run.shape.traits.gated else (one, product)

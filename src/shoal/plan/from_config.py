@@ -1,6 +1,6 @@
 """Translates a config into the `Run` that the forecast is computed from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from math import ceil
 
@@ -54,6 +54,8 @@ def make_run(
     small = small and find_optimizer(train.optimizer.name).own_kernel
     keeps = find_strategy(execution.strategy, execution.sharding).keeps_weights
     adapter, facts = read_adapter(config, shape), objective_facts(train.objective)
+    if adapter is not None and adapter.quantize is not None and traits.wide_base and train.precision == "bf16-mixed":
+        adapter = replace(adapter, upcasts=True)
     attention = plan_attention(config, shape, machine).path
     if traits != OURS:
         attention = _attention_elsewhere(config, shape, machine, traits)

@@ -5,7 +5,7 @@ from math import ceil, log2
 
 from shoal.plan.run import Run
 from shoal.plan.states import dequantized_bytes, has_quantized_head
-from shoal.plan.terms import Term, group, leaf
+from shoal.plan.terms import GIB, Term, group, leaf
 
 # models/cross_entropy.py: logits per chunk of a chunked loss, and of one whose kernel overwrites the logits with their
 # gradient.
@@ -85,10 +85,14 @@ def head(run: Run) -> Head:
         head_gradient = matrix * itemsize if trained else 0.0
         if run.traits.sums_head_gradient:  # beside it, that of a part, and in fp32
             head_gradient *= (2 * itemsize + 4) / itemsize
-        chunk = fused_rows(run) * columns * (itemsize + 4)
+        # A compiled part writes the gradient of its logits over them.
+        each = itemsize if run.traits.fused_rows == "4 GiB" else itemsize + 4
+        chunk = fused_rows(run) * columns * each
     elif run.traits.chunks == "upcast":
-        # A compiled chunk reads its logits and writes their gradient, without fp32 copies.
-        chunk = logits * itemsize + logits / UPCAST_CHUNKS * (itemsize if run.compiled else 12)
+        # A compiled chunk reads its logits and writes their gradient, without fp32 copies. Otherwise the log-softmax of
+        # every chunk is saved until the backward pass, which has two gradients of a chunk at a time.
+        chunk = logits * itemsize + logits / UPCAST_CHUNKS * (itemsize if run.compiled else 8)
+        chunk += 0.0 if run.compiled else 4 * logits
         head_gradient = 0.0
     else:
         chunk = _chunk_bytes(run, logits)
@@ -111,7 +115,10 @@ def fused_rows(run: Run) -> float:
     """Tokens whose logits a fused loss computes at a time."""
     rows, tokens = run.traits.fused_rows, run.head_tokens
     if rows == "liger":
-        rows = 1 << ceil(log2(ceil(tokens / ceil(run.shape.vocab / run.shape.hidden))))
+        return min(tokens, 1 << ceil(log2(ceil(tokens / ceil(run.shape.vocab / run.shape.hidden)))))
+    if rows == "4 GiB":
+        parts = 4 * tokens * run.shape.vocab / (4 * GIB)
+        return tokens if parts <= 1 else ceil(tokens / (4 * ceil(parts / 4)))
     return min(rows or tokens, tokens)
 
 

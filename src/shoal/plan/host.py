@@ -18,9 +18,11 @@ COMPILED_BLOCK_HOST = 2.2e-3  # measured on the host of an H200: benchmarks/gpu/
 # of a quantized one, which bitsandbytes dequantizes in Python in both passes. From steps that hardly depend on the
 # length of their sequences: OpenLLaMA 7B with adapters in all layers, two sequences of 256 tokens under autocast on an
 # A100: 0.36 s with LoRA, and 0.68 s with QLoRA and activation checkpointing (Vertex Model Garden's benchmark report).
-EAGER_ADAPTER_HOST = 0.75e-3
-# Without the casts of an adapter in another dtype, 14 kernels are left of 25.
-NARROW_ADAPTER_HOST = 0.42e-3
+# About 0.04 s of that are its optimizer step, with 448 tensors.
+EAGER_ADAPTER_HOST = 0.65e-3
+# Without the casts of an adapter in another dtype, 14 kernels are left of 25; and ten in adapters that are not PEFT's:
+# LoRALinear in torchtune/modules/peft/lora.py and litgpt/lora.py, and Unsloth's autograd functions.
+NARROW_ADAPTER_HOST, OWN_ADAPTER_HOST = 0.36e-3, 0.26e-3
 QUANTIZED_HOST = 0.41e-3
 # That is of a layer that also casts, because PEFT has upcast what is around it. Without casts: a step of one sequence
 # of 256 tokens with adapters on queries and values of Llama 2 7B, without autocast and with eager attention, takes 4.7
@@ -57,16 +59,18 @@ def host_seconds(run: Run, blocks: int) -> float:
     if not run.compiled:
         block *= _relative_operations(run)
     if run.adapter is not None:
-        each = NARROW_ADAPTER_HOST if run.traits.narrow_adapters else EAGER_ADAPTER_HOST
-        block += each * len(adapted(run))
+        block += _adapter_host(run) * len(adapted(run))
         if run.adapter.quantize is not None:
             bare = run.adapter.quantize != "gptq" and run.layer_bytes == run.compute_bytes
             each = DEQUANTIZED_HOST if bare else QUANTIZED_HOST
             block += each * len(linears(run.shape, joined=run.traits.fused_qkv))
     if run.traits.casts_per_use and run.mixed:
         block *= AUTOCAST_HOST
-    again = FORWARD_HOST if run.traits.reentrant else HOOKED_HOST
-    launched = block * (1 + again * run.repeats_forward + FORWARD_HOST * run.reference_pass)
+    again = FORWARD_HOST * block
+    if not run.traits.reentrant:
+        # Hooks take as long in blocks with fewer operations: 2.0 ms of GPT-2's and GPT-NeoX's (the same file).
+        again = HOOKED_HOST * max(block, EAGER_BLOCK_HOST)
+    launched = block + again * run.repeats_forward + FORWARD_HOST * block * run.reference_pass
     return (launched + _module_hooks(run) + _unit_hooks(run)) * blocks
 
 
@@ -79,6 +83,13 @@ def _unit_hooks(run: Run) -> float:
 def _relative_operations(run: Run) -> float:
     """Operations of a block relative to a Llama's, as the host's time counts them."""
     return block_operations(run) / LLAMA_OPERATIONS * (ENCODER_HOST if run.shape.traits.post_norm else 1.0)
+
+
+def _adapter_host(run: Run) -> float:
+    """Host time of one adapted layer."""
+    if run.fuses_adapters or not run.traits.peft:
+        return OWN_ADAPTER_HOST
+    return NARROW_ADAPTER_HOST if run.narrow_adapters else EAGER_ADAPTER_HOST
 
 
 def _module_hooks(run: Run) -> float:

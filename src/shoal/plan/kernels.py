@@ -11,6 +11,8 @@ FP32_MATMULS = 1.1
 # multiprocessors share a tile. When the last tiles are computed, some multiprocessors wait: as if there were a third of
 # a wave of tiles more. The shares of the peak are those of twenty waves and more.
 TILE, SHARED_INNER, TAIL, WAVES = 128 * 256, 2048, 0.3, 20
+# The narrowest tile of a matmul in fp32.
+WIDE_TILE = 64
 # Smaller tiles, by how many of them are in a large one, and their speed.
 TILES = ((1, 1.0), (2, 0.92), (8, 0.75))
 # Share of the memory bandwidth that a streaming kernel over long tensors reaches: our AdamW of fp32 weights on an H200
@@ -20,6 +22,16 @@ STREAMED = 0.8
 # multiprocessor whatever its memory, which is enough for an H200 (4.8 TB/s over 132) and not for a B200: pytorch issue
 # 161518; CUB doubled them there (NVIDIA/cccl, pull request 4790).
 EAGER_RATE = 4.8e12 / 132
+# Share of the memory bandwidth that PyTorch's kernels reach on contiguous tensors of one dtype, or if they cast fp32 to
+# 16 bits: 4.0 to 4.4 TB/s on an H200 (benchmarks/gpu/adapters_h200/kernels.json). An A800's multiplication of two
+# tensors reaches 0.89 (mli/transformers-benchmarks, issue 4).
+CONTIGUOUS = 0.87
+# The same of data center devices with GDDR memory, whose error correction is in the memory itself: an L4's copies reach
+# 0.78, where a 4090's, without it, reach 0.91 (chsasank/device-benchmarks).
+CORRECTED, CORRECTING = 0.78, frozenset({"t4", "rtx8000", "a10", "a10g", "a40", "l4", "l20", "l40", "l40s"})
+# Bytes per second and multiprocessor of those that load 16-bit elements one by one, on the same H200: casts to fp32,
+# sums of two dtypes, and dropout.
+UPCAST_RATE, MIXED_RATE, DROPOUT_RATE = 2.1e12 / 132, 2.6e12 / 132, 3.0e12 / 132
 
 
 @dataclass(frozen=True)
@@ -44,21 +56,41 @@ def reached_by(run: Run) -> Efficiency:
 
 
 def matmul_seconds(
-    run: Run, rows: float, inner: float, columns: float, *, fp8: bool = False, itemsize: int = 0
+    run: Run,
+    rows: float,
+    inner: float,
+    columns: float,
+    *,
+    fp8: bool = False,
+    itemsize: int = 0,
+    unaligned: bool = False,
 ) -> float:
-    """Seconds of one matmul, [rows, inner] × [inner, columns]; `itemsize`: 4 if it is in fp32 though others are not."""
+    """Seconds of one matmul, [rows, inner] × [inner, columns]; `itemsize`: 4 if it is in fp32 though others are not;
+    `unaligned`: it is, because tensor cores cannot read its rows."""
     reached = reached_by(run)
     work = 2 * rows * inner * columns
     itemsize = itemsize or run.compute_bytes
+    flops = matmul_flops(run, itemsize)
+    if itemsize == 4 and run.compute_bytes < 4 and not unaligned:
+        return _wide_matmul_seconds(run, rows, inner, columns, flops)
     # Prologue and epilogue of a tile cost the same whatever the inner dimension.
     half = 256.0 if itemsize == 4 else reached.inner_half
     short = inner / (inner + half)
-    flops = matmul_flops(run, itemsize)
     if fp8 and run.gpu.fp8:
         flops = run.gpu.fp8 * reached.fp8
-    moved = (rows * inner + inner * columns + rows * columns) * (1 if fp8 else itemsize)
+    size = 1 if fp8 else itemsize
+    read, written = (rows * inner + inner * columns) * size, rows * columns * size
     tail = _tail(run, rows, inner, columns) if itemsize < 4 else 1.0
-    return max(work / (flops * short) * tail, moved / bandwidth(run, reached))
+    return max(work / (flops * short) * tail, read / contiguous_rate(run) + written / bandwidth(run, reached))
+
+
+def _wide_matmul_seconds(run: Run, rows: float, inner: float, columns: float, flops: float) -> float:
+    """Seconds of a matmul in fp32 beside 16-bit ones, such as an adapter's: no tile is narrower than 64, and it is
+    written when it is computed. Within a quarter of what an H200 takes with ranks of 8 to 256
+    (benchmarks/gpu/adapters_h200/kernels.json)."""
+    work = 2 * max(rows, WIDE_TILE) * inner * max(columns, WIDE_TILE)
+    written, read = rows * columns * 4, (rows * inner + inner * columns) * 4
+    return max(work / flops + written / bandwidth(run), (read + written) / bandwidth(run))
 
 
 def matmul_flops(run: Run, itemsize: int) -> float:
@@ -88,3 +120,10 @@ def eager_bandwidth(run: Run, share: float = 0.0) -> float:
     share = share or reached_by(run).bandwidth
     units = MULTIPROCESSORS.get(run.gpu.name)
     return share * min(run.gpu.memory_bandwidth, units * EAGER_RATE if units else run.gpu.memory_bandwidth)
+
+
+def contiguous_rate(run: Run, per_unit: float = EAGER_RATE) -> float:
+    """Bytes per second of PyTorch's kernels on contiguous tensors; `per_unit`: of a multiprocessor, if it is less."""
+    units = MULTIPROCESSORS.get(run.gpu.name)
+    memory = run.gpu.memory_bandwidth * (CORRECTED if run.gpu.name in CORRECTING else CONTIGUOUS)
+    return min(memory, units * per_unit) if units else memory

@@ -48,7 +48,9 @@ def activation_transfer(run: Run, block: BlockCompute) -> float:
     if not run.offloads_inputs and not run.offloads_activations:
         return 0.0
     seconds = (block_kept(run).amount if run.offloads_activations else block_input(run)) / host_link(run)
-    return max(0.0, seconds - block.forward) + max(0.0, seconds - block.backward)
+    ahead, back = max(0.0, seconds - block.forward), max(0.0, seconds - block.backward)
+    exposed = run.traits.exposes_offload if run.offloads_inputs else ""
+    return (seconds if exposed == "both" else ahead) + (seconds if exposed else back)
 
 
 def steps_on_host(run: Run) -> bool:

@@ -8,43 +8,14 @@ from shoal.catalogue.shapes import ModelShape
 from shoal.catalogue.strategies import Strategy, find_strategy
 from shoal.config.mesh import Mesh
 from shoal.plan.systems import OURS
+from shoal.plan.trained import EVERYTHING, FROZEN, Adapter, Trained
 from shoal.plan.traits import SystemTraits
 
+__all__ = ["FROZEN", "ONE", "Adapter", "Run", "Trained"]
+
 ONE = Mesh()
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """LoRA adapters on frozen linear layers."""
-
-    rank: int
-    targets: tuple[str, ...]  # names of linear layers of a block, as `blocks.linears` calls them
-    quantize: str | None = None  # nf4, fp4, int8, gptq: how the frozen matrices are stored
-    double_quantized: bool = False  # the scales of the 4-bit blocks are quantized to 8 bits
-    dora: bool = False
-    dropout: bool = False  # on the adapters' inputs
-    # Everything that is not quantized is upcast to fp32 (PEFT's prepare_model_for_kbit_training), and so is the
-    # residual stream.
-    upcasts: bool = False
-
-
-@dataclass(frozen=True)
-class Trained:
-    """Shares of the model's parameters that are trained."""
-
-    embedding: float = 1.0
-    blocks: float = 1.0
-    head: float = 1.0
-    # Share of the blocks below the first trained parameter: no gradient is computed in them, and nothing saved.
-    below: float = 0.0
-
-    @property
-    def passed(self) -> float:
-        """Share of the blocks that the backward pass goes through."""
-        return 1.0 - self.below
-
-
-FROZEN = Trained(0.0, 0.0, 0.0)
+# What frozen matrices under adapters that are autograd functions may be stored as.
+FUSED = (None, "nf4", "fp4")
 
 
 @dataclass(frozen=True)
@@ -96,7 +67,7 @@ class Run:
     of_answers: bool = False  # the loss compares answers: a chunk of logits is computed in both passes
     reference_pass: bool = False  # every micro-batch also has a forward pass without the adapter and gradients
     adapter: Adapter | None = None
-    trained: Trained = Trained()
+    trained: Trained = EVERYTHING
     # Bytes per gradient element in replicated layouts; 0: same as the weight.
     gradient_bytes: int = 0
     async_checkpoint: bool = False
@@ -128,7 +99,9 @@ class Run:
     @property
     def trained_bytes(self) -> int:
         """Bytes per element of what is trained: PEFT's adapters are in fp32 whatever their base is in."""
-        return 4 if self.adapter is not None and self.traits.peft else self.weight_bytes
+        if self.adapter is None or not self.traits.peft:
+            return self.weight_bytes
+        return 2 if self.traits.narrow_adapters == "quantized" and self.adapter.quantize is not None else 4
 
     @property
     def compute_bytes(self) -> int:
@@ -162,9 +135,21 @@ class Run:
         return quantized and self.traits.peft and self.traits.autocasts and not self.shape.traits.rms_norm
 
     @property
+    def narrow_adapters(self) -> bool:
+        """Whether PEFT's adapters are in 16 bits."""
+        quantized = self.adapter is not None and self.adapter.quantize is not None
+        return quantized if self.traits.narrow_adapters == "quantized" else self.traits.narrow_adapters
+
+    @property
+    def fuses_adapters(self) -> bool:
+        """Whether adapters are autograd functions of their own, which are not for layers in 8 bits."""
+        return self.traits.fused_adapters and self.adapter is not None and self.adapter.quantize in FUSED
+
+    @property
     def adapter_input_bytes(self) -> int:
         """Bytes per element of an adapter's input, as saved: PEFT casts it to fp32 and autocast back."""
-        wide = self.traits.peft and not self.traits.narrow_adapters and not self.traits.autocasts
+        own = self.narrow_adapters or self.fuses_adapters
+        wide = self.traits.peft and not own and not self.traits.autocasts
         return 4 if wide else self.compute_bytes
 
     @property

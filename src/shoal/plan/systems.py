@@ -124,27 +124,40 @@ MEGATRON_DEEPSPEED = replace(
     MEGATRON, accumulates_in_matmuls=False, flattens_gradients=True, keeps_added_gradients=True
 )
 # The Hugging Face Trainer with TRL's defaults: an fp32 model under autocast (create_model_from_path in
-# trl/trainer/utils.py), and packing by position ids.
-TRL = replace(HUGGING_FACE, variable_lengths=True, wide_base=True)
+# trl/trainer/utils.py), packing by position ids, a loss in parts of 256 tokens that are checkpointed (_chunk in
+# trl/trainer/sft_trainer.py, the default since June 2026), and 16-bit adapters of quantized layers (the same file).
+TRL = replace(HUGGING_FACE, variable_lengths=True, wide_base=True, chunks="recomputed", narrow_adapters="quantized")
 # The Trainer with a model in bf16 (torch_dtype in axolotl/utils/config), which leaves autocast nothing to cast, the
-# flash-attn package (`flash_attention: true` in its examples), and multipack by cumulative lengths.
-AXOLOTL = replace(TRL, wide_residual_stream=False, casts_per_use=False, flash2=True, wide_base=False)
+# flash-attn package (`flash_attention: true` in its examples), multipack by cumulative lengths, and kernels for
+# adapters (check_auto_enable_lora_kernels in axolotl/utils/schemas/config.py, since April 2025).
+AXOLOTL = replace(
+    TRL,
+    wide_residual_stream=False,
+    casts_per_use=False,
+    flash2=True,
+    wide_base=False,
+    chunks="chunked",
+    narrow_adapters=False,
+    fused_adapters=True,
+)
 # The Trainer with a model in bf16 and adapters in fp32 (cast_trainable_params_to_fp32 in its model/adapter.py),
 # PyTorch's attention (`flash_attn: auto`) and reentrant checkpoints (`use_reentrant_gc: true`).
-LLAMA_FACTORY = replace(AXOLOTL, flash2=False, variable_lengths=False, reentrant=True)
+LLAMA_FACTORY = replace(AXOLOTL, flash2=False, variable_lengths=False, reentrant=True, fused_adapters=False)
 # Kernels of its own (unsloth/kernels): RMSNorm, rotary embeddings, SwiGLU; a cross-entropy that overwrites the logits
-# with their gradient, or, since the end of 2024, that never holds all logits (unsloth_fused_ce_loss); LoRA in the
-# compute dtype whose backward pass recomputes the MLP's product (fast_lora.py).
+# with their gradient, or, since August 2025, that holds those of a part (get_chunk_size in
+# unsloth_zoo/fused_losses/cross_entropy_loss.py; 4 GiB since July 2026); adapters in fp32 (prepare_model_for_training)
+# whose backward pass recomputes the MLP's product (fast_lora.py); and checkpoints that are like the reentrant ones
+# (UnslothCheckpointFunction in unsloth_zoo/gradient_checkpointing.py).
 UNSLOTH = replace(
     AXOLOTL,
     unfused_norms=False,
     loss_kernel="always",
     # convert_outputs_to_fp32 around the model's forward in accelerate/accelerator.py: an fp32 copy beside the logits
     kernel_logit_bytes=6.0,
-    fused_rows=512,
-    peft=False,
-    mlp_in_place=True,
+    fused_rows="4 GiB",
     fused_activation=True,
+    reentrant=True,
+    expandable_segments=True,  # PYTORCH_CUDA_ALLOC_CONF in unsloth_zoo/__init__.py
 )
 # Its published results are of 2023.
 COMPOSER = SystemTraits(

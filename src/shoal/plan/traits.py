@@ -59,8 +59,9 @@ class SystemTraits:
     # Steps that wait for the host may be replayed as CUDA graphs (`train.cuda_graphs`).
     cuda_graphs: bool = False
     # Tokens whose logits a fused loss holds at a time; 0: it is a chunked loss. `liger`: as many as make logits as
-    # large as the hidden states, rounded up to a power of two.
-    fused_rows: int | Literal["liger"] = 0
+    # large as the hidden states, rounded up to a power of two. `4 GiB`: as many as have logits of that size in fp32, in
+    # one part, or in equal parts whose number is a multiple of four, each in one compiled kernel.
+    fused_rows: int | Literal["liger", "4 GiB"] = 0
     # The gradient of the head's weight is computed for each of these parts, cast to fp32 and then added to that of the
     # others: Liger from 0.6.3 to 0.7 (fused_linear_cross_entropy.py); else the matmul adds to it.
     sums_head_gradient: bool = False
@@ -135,9 +136,10 @@ class SystemTraits:
     # Adapters are PEFT's: in fp32, so that each adapted layer casts its input and saves it on its own; dropout too is
     # each layer's own; and DoRA computes `B A` and `W + B A` in full, and saves the outputs of both.
     peft: bool = False
-    # With adapters in a gated MLP, the backward pass computes the product of its factors again, and overwrites them
-    # with their gradients (Unsloth's LoRA_MLP).
-    mlp_in_place: bool = False
+    # Adapters are autograd functions of their own (unsloth/kernels/fast_lora.py, axolotl/kernels/lora.py): layers that
+    # read one tensor save it once, in its dtype; what an adapter returns is added by its matmul (`addmm_`); and in a
+    # gated MLP, the backward pass computes the product of its factors again, and overwrites them with their gradients.
+    fused_adapters: bool = False
     # The activation function of the MLP is one kernel, compiled or not, that saves only its inputs.
     fused_activation: bool = False
     # The backward pass of a gated MLP computes the product of its factors again, with their gradients, in place of
@@ -146,7 +148,8 @@ class SystemTraits:
     # Rotary embeddings are one kernel, compiled or not, rather than several.
     fused_rotary: bool = False
     # These adapters are in the dtype of the frozen weights after all: PEFT before 0.12, and where a script casts them.
-    narrow_adapters: bool = False
+    # `quantized`: in 16 bits, with their optimizer state, if the weights are quantized, as TRL's SFTTrainer casts them.
+    narrow_adapters: bool | Literal["quantized"] = False
     # Where attention is not one kernel, whether scaling, mask and softmax are one, in the compute dtype, rather than
     # several in fp32: never, if blocks are compiled, or always (Megatron's).
     fused_softmax: Literal["never", "compiled", "always"] = "compiled"
@@ -169,6 +172,9 @@ class SystemTraits:
     # come to them, until the end of the backward pass: _register_post_backward_reshard_only_hook in
     # torch/distributed/fsdp/_runtime_utils.py.
     reentrant: bool = False
+    # Inputs of checkpointed blocks that are kept in host memory are copied while nothing else runs: back from there, or
+    # in both directions.
+    exposes_offload: Literal["", "back", "both"] = ""
     # The model returns keys and values of all blocks for generation (`use_cache`), which only activation checkpointing
     # by the model itself switches off: they are held to the end of the forward pass, or with the other outputs.
     caches_keys: bool = False
@@ -214,7 +220,7 @@ class SystemTraits:
     hooks_modules: bool = False
     # ZeRO-3 gathers and reduces each matrix as a list of shards, one for every rank, while nothing else runs.
     lists_shards: bool = False
-    # In mixed precision, the weights under adapters stay in fp32, unless they are quantized; else they are in 16 bits.
+    # In mixed precision, the weights under adapters that are not quantized stay in fp32; else they are in 16 bits.
     wide_base: bool = False
     # Trained weights in 16 bits become fp32 shards under FSDP, because mixed precision is on: prepare_model in
     # accelerate/accelerator.py and fsdp2_prepare_model in accelerate/utils/fsdp_utils.py, since version 0.28.

@@ -43,7 +43,8 @@ def transient_gradients(run: Run) -> Term:
     between = leaf("residual stream gradient", block_input(run))
     shape = run.shape
     parallel_mlp = shape.traits.parallel_residual and shape.parallel_residual
-    recomputes = run.compiled and (run.recompute == "selective" or run.repeats_forward) and not parallel_mlp
+    recomputes = (run.recompute == "selective" or run.repeats_forward) and not parallel_mlp
+    recomputes = recomputes and run.compiled and not run.traits.liger_kernels
     width = run.stream_tokens * shape.hidden * run.compute_bytes
     # Of the MLP's inner activation and of what it was computed from: one kernel reads the first and writes the others.
     # A parallel MLP that was recomputed has freed one of the two by then: benchmarks/gpu/sweep_h200.
@@ -58,6 +59,8 @@ def transient_gradients(run: Run) -> Term:
         "block backward",
         between,
         leaf("MLP gradients", inner),
+        # CheckpointFunction.backward in torch/utils/checkpoint.py holds what it has recomputed.
+        leaf("block output", block_input(run) if run.traits.reentrant and run.repeats_forward else 0.0),
         # Attention's come when the MLP has freed its own, and what it had saved.
         leaf("attention score gradients", max(0.0, _score_gradients(run) - inner - mlp_kept(run))),
         leaf("recomputation temporaries", RECOMPUTED_TEMPORARIES * width if recomputes else 0.0),
