@@ -15,6 +15,7 @@ from shoal.config.unbuilt import find_unbuilt
 from shoal.mistakes import UserMistake
 from shoal.plan.check import is_trainable
 from shoal.plan.decide import choose
+from shoal.plan.fragmentation import is_replayed
 from shoal.plan.from_config import choose_loss
 from shoal.plan.machine import Machine
 from shoal.plan.resolved import ResolvedRun, fits
@@ -165,19 +166,22 @@ def limits(choice: ResolvedRun, question: Question) -> Limits:
         loss = choose_loss(config, run.shape, units * unit // run.mesh.cp)
         return fits(run.with_(micro_batch=1, length=units * unit, loss=loss), machine)
 
-    micro_batch, units = _largest(with_micro_batch, MAX_MICRO_BATCH), _largest(with_length, MAX_LENGTH // unit)
+    # Where it takes a replay of the allocator to tell whether a run fits, limits are coarser.
+    part = 16 if is_replayed(run) else 64
+    micro_batch = _largest(with_micro_batch, MAX_MICRO_BATCH, part)
+    units = _largest(with_length, MAX_LENGTH // unit, part)
     return Limits(micro_batch or None, units * unit or None, _fewest(question))
 
 
-def _largest(works: Callable[[int], bool], most: int) -> int:
-    """The largest value that works; 0 if none does."""
+def _largest(works: Callable[[int], bool], most: int, part: int = 64) -> int:
+    """The largest value that works, less at most one of `part` parts; 0 if none does."""
     if not works(1):
         return 0
     low, high = 1, 2
     while high <= most and works(high):
         low, high = high, high * 2
     high = min(high, most + 1)
-    while high - low > max(1, low // 64):
+    while high - low > max(1, low // part):
         middle = (low + high) // 2
         low, high = (middle, high) if works(middle) else (low, middle)
     return low

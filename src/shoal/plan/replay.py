@@ -49,6 +49,7 @@ class Steps:
         self.wide = run.tokens * run.shape.hidden * 4.0
         self.kept = kept_tensors(run)
         self.scores = score_elements(run)
+        self.outputs = {one.name: self._output_sizes(one) for one in self.matrices}
 
     def _weights(self) -> None:
         run, take = self.run, self.memory.take
@@ -207,19 +208,23 @@ class Steps:
 
     def output(self, one: Linear) -> tuple[list[Block], float]:
         """Tensors that a layer needs for a time, and the size of what it returns."""
-        run, take = self.run, self.memory.take
+        sizes, result = self.outputs[one.name]
+        return [self.memory.take(size) for size in sizes], result
+
+    def _output_sizes(self, one: Linear) -> tuple[list[float], float]:
+        run = self.run
         if not self.eager and run.adapter is None:
             return [], 0.0
         inputs, outputs = run.tokens * one.inputs, run.tokens * one.outputs
-        parts = []
+        sizes: list[float] = []
         if run.layer_bytes > run.compute_bytes:  # a quantized layer casts its input, and its output back
-            parts += [take(inputs * run.compute_bytes), take(outputs * run.compute_bytes)]
+            sizes += [inputs * run.compute_bytes, outputs * run.compute_bytes]
         if run.traits.peft and one.name in self.targets:
             if not run.traits.narrow_adapters:
-                parts.append(take(inputs * 4))  # cast to the adapter's dtype, from which autocast casts it back
+                sizes.append(inputs * 4)  # cast to the adapter's dtype, from which autocast casts it back
             # The layer's output, the adapter's, and that scaled.
-            parts += [take(outputs * run.layer_bytes), *(take(outputs * run.adapter_bytes) for _ in range(2))]
-        return parts, outputs * run.layer_bytes
+            sizes += [outputs * run.layer_bytes, outputs * run.adapter_bytes, outputs * run.adapter_bytes]
+        return sizes, outputs * run.layer_bytes
 
     def backward(self, index: int, kept: dict[str, list[Block]], gradient: Block) -> Block:
         run, memory = self.run, self.memory
