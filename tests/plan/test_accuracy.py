@@ -72,6 +72,7 @@ def test_the_committed_results_are_those_of_this_code():
         assert row["forecast"] == pytest.approx(one.forecast, rel=1e-3), "run benchmarks/plan_accuracy.py"
 
 
+@pytest.mark.slow
 def test_published_runs_with_the_largest_micro_batch_that_fit_are_forecast_to_fit():
     script = benchmark()
     rows = [row for row in script.read_rows() if row.file.startswith("mpt")]

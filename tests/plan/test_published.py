@@ -43,6 +43,7 @@ def test_held_out_rows_are_read_only_when_asked_for():
     assert all(published.sources()[row.source]["held_out"] for row in held)
 
 
+@pytest.mark.slow
 def test_the_error_on_sources_never_seen_is_bounded():
     published, _ = script()
     figures = published.compare(published.read_published())

@@ -60,7 +60,7 @@ def test_training_executes_the_plan_and_stores_the_users_config(world_size, inst
 
 
 def test_the_model_is_built_with_what_was_chosen(instructions, tmp_path, monkeypatch):
-    """On a device so small that nothing fits: what needs the least memory; the losses are the same."""
+    """On a device so small that nothing fits: the first kind of recomputation that needs the least memory; the losses are the same."""
     reference = reference_run(settings(instructions))
     config = settings(instructions, **{**AUTO, "train__micro_batch": 4})
     tight = machine_at_hand("NVIDIA H200", 0.0, devices=1)
@@ -73,8 +73,8 @@ def test_the_model_is_built_with_what_was_chosen(instructions, tmp_path, monkeyp
         return built(prepared, settled, **others)
 
     monkeypatch.setattr(build, "parallelize", parallelize)
-    assert run_ranks(1, lambda: (api.train(api.config_from_mapping(config), runs=tmp_path), given)[1]) == [["offload"]]
-    assert plan_of(tmp_path / "run")["chosen"]["recompute"] == "offload"
+    assert run_ranks(1, lambda: (api.train(api.config_from_mapping(config), runs=tmp_path), given)[1]) == [["full"]]
+    assert plan_of(tmp_path / "run")["chosen"]["recompute"] == "full"
     assert [one["loss"] for one in lines(tmp_path / "run")] == [one["loss"] for one in lines(reference)]
 
 
