@@ -60,7 +60,8 @@ def test_training_executes_the_plan_and_stores_the_users_config(world_size, inst
 
 
 def test_the_model_is_built_with_what_was_chosen(instructions, tmp_path, monkeypatch):
-    """On a device so small that nothing fits: the first kind of recomputation that needs the least memory; the losses are the same."""
+    """On a device so small that nothing fits: what needs the least memory, which of so few blocks is no less with their
+    inputs offloaded; the losses are the same."""
     reference = reference_run(settings(instructions))
     config = settings(instructions, **{**AUTO, "train__micro_batch": 4})
     tight = machine_at_hand("NVIDIA H200", 0.0, devices=1)
