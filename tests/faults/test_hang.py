@@ -101,6 +101,7 @@ def test_a_stopped_rank_of_another_node_is_reported_with_its_host_and_its_activi
     assert set(stacks) == {1, 2}
 
 
+@pytest.mark.slow
 def test_the_rank_that_hung_first_waits_for_the_reports_of_the_others(tmp_path):
     """It times out first, and the others have had heartbeats since."""
 

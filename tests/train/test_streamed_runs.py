@@ -37,6 +37,7 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in lines(run)]
 
 
+@pytest.mark.slow
 def test_a_streamed_run_resumes_on_another_number_of_ranks(files: Path, tmp_path: Path) -> None:
     data = {"path": str(files / "*.jsonl"), "streaming": {"chunk": 6, "shuffle_buffer": 12}, "pack": False}
     whole = losses(train_again_on(1, config(data), tmp_path / "whole"))
