@@ -34,6 +34,8 @@ from shoal.plan.speed import forecast_speed
 # The tables in docs/plan.md are between these: the three errors, and those of the sets that were held out.
 BEGIN, BEGIN_UNSEEN = "<!-- begin: benchmarks/plan_errors.py -->", "<!-- begin: benchmarks/plan_errors.py, unseen -->"
 END = "<!-- end -->"
+# Runs whose settings a random generator chose: benchmarks/gpu/drawn_runs.py.
+DRAWN = "trainer-h200-drawn"
 # Errors from here on are listed one by one, with what is not known about the run.
 UNEXPLAINED = 0.25
 
@@ -159,6 +161,7 @@ def groups(unseen: list[Figure]) -> list[tuple[str, list[Figure]]]:
     return [
         ("our own runs", own),
         ("systems that are modelled", modelled),
+        ("– the Trainer's runs drawn at random", [one for one in modelled if one.row.source == DRAWN]),
         ("other sources", unseen),
         ("– new sources", new),
         ("– llm-foundry and torchtitan, each left out", again),

@@ -126,5 +126,5 @@ def test_a_plan_says_what_it_may_be_off_by():
     one, eight = error("hardware.gpu=h200"), error("hardware.gpu=h200", "hardware.devices=8")
     assert one is not None
     assert eight is not None
-    assert one["speed"]["median"] < one["speed"]["nine_of_ten"] < eight["speed"]["nine_of_ten"]
+    assert one["speed"]["median"] < one["speed"]["p90"] < eight["speed"]["p90"]
     assert error("hardware.gpu=cpu") is None

@@ -93,7 +93,7 @@ MEANINGS = {
     "alternatives": "The other strategies on the same devices, each with memory and speed.",
     "limits": "`largest_micro_batch`, `longest_sequence`, `fewest_gpus`.",
     "expected_error": "What forecasts of these `runs` were off by: `memory` and `speed`, each `median` and "
-    "`nine_of_ten`. null on a CPU.",
+    "`p90`, the 90th percentile. null on a CPU.",
     "changes": "What would make it fit, or faster: `set` (overrides), `saves_gib`, `slower`, `affects`.",
     "model": "Name and sizes of the model.",
     "hardware": "Devices, their memory and links.",

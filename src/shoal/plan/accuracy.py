@@ -9,7 +9,7 @@ from shoal.plan.systems import OURS
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Errors of memory and of speed: the median, and what nine of ten stayed within."""
+    """Errors of memory and of speed: the median and the 90th percentile."""
 
     runs: str
     memory: tuple[float, float]
@@ -17,8 +17,8 @@ class Accuracy:
 
     def as_dict(self) -> dict[str, Any]:
         found = {
-            what: {"median": median, "nine_of_ten": most}
-            for what, (median, most) in (("memory", self.memory), ("speed", self.speed))
+            what: {"median": median, "p90": p90}
+            for what, (median, p90) in (("memory", self.memory), ("speed", self.speed))
         }
         return {"runs": self.runs, **found}
 

@@ -57,3 +57,10 @@ def block_parameters(shape: ModelShape, tensor_parallel: int = 1) -> float:
     biases replicated."""
     matrices = sum(one.parameters for one in linears(shape)) + shape.others
     return matrices / tensor_parallel + block_vectors(shape) - shape.others
+
+
+def biased_outputs(shape: ModelShape, tp: int) -> float:
+    """Elements per token of a block's linear layers that have biases, on a tensor-parallel rank."""
+    if shape.traits.linear_bias:
+        return sum(one.local_sizes(tp)[1] for one in linears(shape))
+    return (shape.query_width + 2 * shape.kv_width) / tp if shape.traits.qkv_bias else 0.0

@@ -9,7 +9,7 @@ from shoal.plan import eager
 from shoal.plan.activations import selected_matmuls
 from shoal.plan.adapters import adapter_seconds, dequantization_seconds
 from shoal.plan.attention import attention_seconds
-from shoal.plan.blocks import linears
+from shoal.plan.blocks import biased_outputs, linears
 from shoal.plan.head import (
     fused_rows,
     is_aligned,
@@ -211,11 +211,6 @@ def _compiled_kernels(run: Run) -> Seconds:
     if run.traits.fused_by_hand:
         # The sums of the residual stream are read once more by the norms, and queries copied.
         per_token += 2 * hidden * shared + 2 * shape.query_width / tp
-    biased = 0.0
-    if shape.traits.linear_bias:
-        biased = sum(one.local_sizes(tp)[1] for one in linears(shape))
-    elif shape.traits.qkv_bias:
-        biased = (shape.query_width + 2 * shape.kv_width) / tp
     ahead = run.tokens * per_token * itemsize / rate
     casting = 0.0
     if run.casts_weights:
@@ -228,7 +223,7 @@ def _compiled_kernels(run: Run) -> Seconds:
         # A layer casts its input to the compute dtype, and its output back; attention's output is in that dtype.
         cast = sum(sum(one.local_sizes(tp)) for one in linears(shape) if one.reads != "attention")
         casting += run.tokens * cast * (itemsize + run.layer_bytes) / rate
-    summed = BIAS_TRAFFIC * run.tokens * biased * itemsize / rate * run.trained.blocks
+    summed = BIAS_TRAFFIC * run.tokens * biased_outputs(shape, tp) * itemsize / rate * run.trained.blocks
     spared = summed_gradients(run) * run.tokens * shape.hidden * itemsize / rate
     return Seconds(ahead + casting, TRAFFIC_BACKWARD * ahead + casting + summed - spared)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shoal.catalogue.efficiency import MULTIPROCESSORS, clock
 from shoal.plan.activations import has_head_norms, has_mlp_in_place
-from shoal.plan.blocks import linears
+from shoal.plan.blocks import biased_outputs, linears
 from shoal.plan.kernels import STREAMED, Seconds, eager_bandwidth
 from shoal.plan.packed import gathered_sums
 from shoal.plan.run import Run
@@ -73,7 +73,7 @@ def loss_seconds(run: Run, logits: float) -> float:
     return kernel_seconds(run, kernels, logits)
 
 
-def norm(elements: float, itemsize: int, *, fused: bool, trained: bool) -> tuple[list[Kernel], list[Kernel]]:
+def _norm(elements: float, itemsize: int, *, fused: bool, trained: bool) -> tuple[list[Kernel], list[Kernel]]:
     """A norm whose input has `itemsize` bytes per element."""
     if fused:
         return [Kernel(elements, 2 * itemsize, fused=True)], [Kernel(elements, 4 * itemsize, fused=True)]
@@ -98,12 +98,12 @@ def _norms(run: Run) -> tuple[list[Kernel], list[Kernel]]:
     shape, trained = run.shape, run.trained.blocks > 0
     fused = not (run.traits.unfused_norms and shape.traits.rms_norm)
     # Without sequence parallelism every tensor-parallel rank computes the norms of all tokens.
-    ahead, behind = norm(
+    ahead, behind = _norm(
         2 * shape.hidden * run.stream_tokens / run.tokens, run.residual_bytes, fused=fused, trained=trained
     )
     if has_head_norms(run):
         heads = (shape.query_width + shape.kv_width) / run.mesh.tp
-        forward, backward = norm(heads, run.compute_bytes, fused=fused, trained=trained)
+        forward, backward = _norm(heads, run.compute_bytes, fused=fused, trained=trained)
         ahead, behind = ahead + forward, behind + backward
     return ahead, behind
 
@@ -151,7 +151,7 @@ def _feed_forward(run: Run) -> tuple[list[Kernel], list[Kernel]]:
 
 def _sums(run: Run) -> tuple[list[Kernel], list[Kernel]]:
     """Sums with the residual stream, of the gradients of layers that read one tensor, and over tokens for biases."""
-    shape, stream, tp = run.shape, run.residual_bytes, run.mesh.tp
+    shape, stream = run.shape, run.residual_bytes
     hidden = shape.hidden * run.stream_tokens / run.tokens
     mixed = stream != run.layer_bytes
     ahead = [Kernel(2 * hidden, 2 * stream + run.layer_bytes, unrolled=mixed)]
@@ -162,12 +162,7 @@ def _sums(run: Run) -> tuple[list[Kernel], list[Kernel]]:
     # add up those of all tokens before they are scattered.
     wide = stream if run.casts_weights or run.layer_bytes == 4 else run.compute_bytes
     behind.append(Kernel(gathered_sums(run) * shape.hidden, 3 * wide))
-    biased = 0.0
-    if shape.traits.linear_bias:
-        biased = sum(one.local_sizes(tp)[1] for one in linears(shape))
-    elif shape.traits.qkv_bias:
-        biased = (shape.query_width + 2 * shape.kv_width) / tp
-    behind.append(Kernel(biased * run.trained.blocks, run.compute_bytes, unrolled=True))
+    behind.append(Kernel(biased_outputs(shape, run.mesh.tp) * run.trained.blocks, run.compute_bytes, unrolled=True))
     return ahead, behind
 
 

@@ -190,7 +190,7 @@ def _error_lines(choice: ResolvedRun) -> list[str]:
     error = expected_error(choice.run)
     if error is None:
         return []
-    memory, speed = (f"{median:.0%} (nine of ten {most:.0%})" for median, most in (error.memory, error.speed))
+    memory, speed = (f"{median:.0%} (p90 {p90:.0%})" for median, p90 in (error.memory, error.speed))
     return [f"expected error: memory {memory}, speed {speed}: {error.runs}"]
 
 

@@ -215,7 +215,7 @@ def _per_step(run: Run, rank: Rank) -> list[Term]:
     own = trained / run.optimizer_shards
     updating = 0.0 if steps_on_host(run) else optimizer_seconds(run, own)
     waiting = step_host_seconds(run, rank.blocks, updating)
-    found = [leaf("optimizer", updating), leaf("host's part of the optimizer step", waiting)]
+    found = [leaf("optimizer", updating), leaf("optimizer launch overhead", waiting)]
     communication = [*_gradient_all_reduce(run, rank, trained), *_weight_gather(run, rank, trained)]
     found.append(group("communication per step", *communication))
     found.append(offloaded_state(run, rank))
