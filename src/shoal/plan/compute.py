@@ -19,7 +19,7 @@ from shoal.plan.head import (
     logit_columns,
     overwrites_logits,
 )
-from shoal.plan.kernels import STREAMED, Seconds, bandwidth, eager_bandwidth, matmul_seconds
+from shoal.plan.kernels import Seconds, bandwidth, eager_bandwidth, matmul_seconds, streamed_bandwidth
 from shoal.plan.muon import orthogonalization_seconds
 from shoal.plan.packed import packed_linears, summed_gradients
 from shoal.plan.run import Run
@@ -235,7 +235,7 @@ def _written_out_gelu(run: Run) -> Seconds:
     ahead, back = AUTOCAST_GELU_TRAFFIC if run.in_autocast else GELU_TRAFFIC
     if not run.writes_out_gelu:
         ahead, back = ERF_GELU_TRAFFIC
-    rate = eager_bandwidth(run, STREAMED) * 2 / run.compute_bytes
+    rate = eager_bandwidth(run, streams=True) * 2 / run.compute_bytes
     elements = run.tokens * run.shape.ffn / run.mesh.tp
     return Seconds(elements * ahead / rate, elements * back / rate)
 
@@ -261,17 +261,17 @@ def head_seconds(run: Run) -> Seconds:
     if trained:
         # Added to part by part, in fp32 if weights are: read and written while the next tile is computed.
         summed = parts * shape.hidden * columns if parts > 1 else 0.0
-        moved = summed * 2 * run.weight_bytes / (run.gpu.memory_bandwidth * STREAMED)
+        moved = summed * 2 * run.weight_bytes / streamed_bandwidth(run)
         back += max(slower * matmul_seconds(run, shape.hidden, tokens, columns), moved)
         if run.traits.sums_head_gradient:  # written, cast, and read once more
             back += summed * (2 * run.compute_bytes + 8) / eager_bandwidth(run)
     if run.loss == "chunked" and run.traits.chunks == "recomputed" and run.traits.casts_per_use and run.mixed:
         # TRL casts the head to fp32, and autocast back, for each part of 256 tokens, in either pass.
         copied = tokens / RECOMPUTED_ROWS * shape.hidden * columns * (4 + run.compute_bytes)
-        ahead += copied / (run.gpu.memory_bandwidth * STREAMED)
+        ahead += copied / streamed_bandwidth(run)
     if parts > 1 and run.casts_weights and run.traits.liger_kernels:
         # Autocast does not keep its copy of a view, nor of a frozen weight, so that every part makes its own.
-        copied = parts * shape.hidden * columns * (4 + run.compute_bytes) / (run.gpu.memory_bandwidth * STREAMED)
+        copied = parts * shape.hidden * columns * (4 + run.compute_bytes) / streamed_bandwidth(run)
         ahead += copied
         back += 0.0 if trained else copied
     if is_padded(run):
@@ -316,9 +316,9 @@ def optimizer_seconds(run: Run, parameters: float) -> float:
         moved += run.compute_bytes + (0 if run.traits.fused_step else weight)
     rate = bandwidth(run)
     if foreach:
-        rate = eager_bandwidth(run, STREAMED)
+        rate = eager_bandwidth(run, streams=True)
     elif run.traits.fused_step and optimizer.streams:
-        rate = run.gpu.memory_bandwidth * STREAMED
+        rate = streamed_bandwidth(run)
     seconds = parameters * moved / rate
     if optimizer.needs_whole_matrices:
         turns = run.replicas if run.traits.shares_muon else 1
