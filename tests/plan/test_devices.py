@@ -6,9 +6,10 @@ import pytest
 
 from shoal.catalogue.efficiency import FAMILIES, efficiency
 from shoal.catalogue.gpus import GPUS
+from shoal.catalogue.shapes import parameters
 from shoal.plan.attention import attention_seconds
 from shoal.plan.cache import cached_rate
-from shoal.plan.compute import block_compute
+from shoal.plan.compute import block_compute, optimizer_seconds
 from shoal.plan.kernels import bandwidth, matmul_seconds, streamed_bandwidth
 from shoal.plan.run import Run
 from shoal.plan.systems import SYSTEMS
@@ -78,6 +79,19 @@ def test_memory_without_error_correction_is_streamed_at_nine_tenths():
 def test_an_l40_reaches_an_l20s_speed_per_watt():
     reached = {name: FAMILIES[name].matmuls * GPUS[name].fp16 for name in ("l20", "l40")}
     assert reached["l40"] / 300 == pytest.approx(reached["l20"] / 275, rel=0.01)
+
+
+def test_bitsandbytes_steps_eight_bit_states_by_their_elements():
+    # 106 million elements of SmolLM2-135M in 3.56 ms on an H200: benchmarks/gpu/trainer_h200/kernels.jsonl.
+    for gpu, rate in (("h200", 29.8e9), ("rtx3090", 15.4e9)):
+        plain = replace(HUGGING_FACE, wide_embedding_state=False)
+        run = run_on(gpu, optimizer="adamw8bit", precision="bf16-true", traits=plain, clips=False)
+        assert optimizer_seconds(run, 1e9) == pytest.approx(1e9 / rate, rel=0.05)
+        # Ours streams, and Hugging Face's Trainer keeps the embedding's state in fp32.
+        assert optimizer_seconds(run.with_(traits=SYSTEMS["shoal"]), 1e9) < 0.4 * 1e9 / rate
+        embedding = run.shape.vocab * run.shape.hidden / parameters(run.shape)
+        wide = optimizer_seconds(run.with_(traits=HUGGING_FACE), 1e9)
+        assert wide == pytest.approx((1 - embedding) * 1e9 / rate, rel=0.05)
 
 
 def test_attention_in_fp32_needs_shared_memory_for_long_heads():

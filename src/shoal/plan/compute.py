@@ -10,6 +10,7 @@ from shoal.plan.activations import selected_matmuls
 from shoal.plan.adapters import adapter_seconds, dequantization_seconds
 from shoal.plan.attention import attention_seconds
 from shoal.plan.blocks import biased_outputs, linears
+from shoal.plan.eight_bit import eight_bit_step
 from shoal.plan.head import (
     fused_rows,
     is_aligned,
@@ -319,7 +320,7 @@ def optimizer_seconds(run: Run, parameters: float) -> float:
         rate = eager_bandwidth(run, streams=True)
     elif run.traits.fused_step and optimizer.streams:
         rate = streamed_bandwidth(run)
-    seconds = parameters * moved / rate
+    seconds = max(parameters * moved / rate, eight_bit_step(run, parameters))
     if optimizer.needs_whole_matrices:
         turns = run.replicas if run.traits.shares_muon else 1
         seconds += orthogonalization_seconds(run) * parameters / count_parameters(run.shape) / turns
