@@ -15,11 +15,12 @@ TILE, SHARED_INNER, TAIL, WAVES = 128 * 256, 2048, 0.3, 20
 WIDE_TILE = 64
 # Smaller tiles, by how many of them are in a large one, and their speed.
 TILES = ((1, 1.0), (2, 0.92), (8, 0.75))
-# A smaller tile reads more bytes for its FLOPs, which takes a multiprocessor as long whatever its peak, so that where
-# this is lower, small tiles are nearly as fast. With 2,048 tokens of Qwen3-0.6B an RTX 4090 reaches 140 TFLOP/s on
-# average, of 146 with large matrices, in tiles of 128 × 128 and 64 × 64 (XiaoJianyu219/llm-infra-bench,
-# 08-single-gpu-profiling). On Volta and Turing, which copy to shared memory through registers, nothing is known.
-NARROW = ((8, 6), (8, 9), (12, 0))
+# A smaller tile reads more bytes for its FLOPs, which takes a multiprocessor as long whatever its peak. On Ada, whose
+# cache has most of them, small tiles are therefore nearly as fast: squares of 1,024 reach 0.80 to 0.91 of large ones on
+# an RTX 4060, 4060 Ti and 4090, but 0.75 to 0.79 on an RTX 3060, 3070 and 3080, 0.61 on a V100 and 0.40 on an RTX 5090
+# (zzc0721/torch-performance-test-data, issues 66, 78, 114, 124, 131, 140, 145, 171). With 2,048 tokens of Qwen3-0.6B an
+# RTX 4090 reaches 140 TFLOP/s, of 146 (XiaoJianyu219/llm-infra-bench, 08-single-gpu-profiling).
+NARROW = ((8, 9),)
 # Share of the memory bandwidth that a streaming kernel over long tensors reaches: our AdamW of fp32 weights on an H200
 # moves 34.6 GB in 8.6 ms (benchmarks/gpu/ideas_h200/kernels_wide_stream_4.txt); its norm is a little slower.
 STREAMED = 0.8
