@@ -35,14 +35,20 @@ RATE = 12.0
 # The hits among the reads of kernels that move more bytes than the cache has: 0.31 with 1.33 times its size and 0.08
 # with 2.67 times (the same issue), about its third power.
 BEYOND = 3
-# Of the bytes of eager kernels, those that go to memory in any case: what autograd saves is written, and read in the
-# backward pass. On an RTX 4090, those of a step of Qwen3-0.6B with 2,048 tokens take 35 ms, where they would take 21
-# from the cache alone and 73 from memory alone (XiaoJianyu219/llm-infra-bench, 08-single-gpu-profiling: ref_s2048_b1).
+# Of the bytes of kernels between matmuls, those that go to memory in any case: what autograd saves is written, and read
+# in the backward pass. Eager ones of Qwen3-0.6B with 2,048 tokens take an RTX 4090 35 ms a step, where they would take
+# 21 from the cache alone and 73 from memory alone (XiaoJianyu219/llm-infra-bench, 08-single-gpu-profiling:
+# ref_s2048_b1).
 SAVED = 0.27
 
 
+def cached_seconds(gpu: Gpu, moved: float, memory: float) -> float:
+    """Seconds of a kernel that moves `moved` bytes, where `memory` is the rate from memory."""
+    return moved / cached_rate(gpu, moved, memory)
+
+
 def cached_rate(gpu: Gpu, moved: float, memory: float) -> float:
-    """Bytes per second of an eager kernel that moves `moved` bytes, where `memory` is the rate from memory."""
+    """Bytes per second of a kernel that moves `moved` bytes, where `memory` is the rate from memory."""
     if gpu.name not in SIZES:
         return memory
     cache = RATE * MULTIPROCESSORS[gpu.name] * clock(gpu)

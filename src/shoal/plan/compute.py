@@ -10,6 +10,7 @@ from shoal.plan.activations import selected_matmuls
 from shoal.plan.adapters import adapter_seconds, dequantization_seconds
 from shoal.plan.attention import attention_seconds
 from shoal.plan.blocks import biased_outputs, linears
+from shoal.plan.cache import cached_seconds
 from shoal.plan.eight_bit import eight_bit_step
 from shoal.plan.head import (
     fused_rows,
@@ -208,11 +209,13 @@ def _compiled_kernels(run: Run) -> Seconds:
     rotated = wide * (shape.query_width + shape.kv_width) / tp if shape.traits.rotary else 0.0
     # A residual add fused with the following norm reads both summands, and writes the stream and its norm.
     narrow = hidden if run.traits.liger_kernels else shape.hidden
-    per_token = 4 * (hidden + narrow) * shared + 2 * rotated + (3 if shape.traits.gated else 2) * inner
+    moved = [2 * (hidden + narrow) * shared] * 2 + [2 * rotated, (3 if shape.traits.gated else 2) * inner]
     if run.traits.fused_by_hand:
         # The sums of the residual stream are read once more by the norms, and queries copied.
-        per_token += 2 * hidden * shared + 2 * shape.query_width / tp
-    ahead = run.tokens * per_token * itemsize / rate
+        moved.append(2 * hidden * shared + 2 * shape.query_width / tp)
+    sizes = [run.tokens * itemsize * one for one in moved]
+    ahead = sum(cached_seconds(run.gpu, one, rate) for one in sizes)
+    behind = sum(cached_seconds(run.gpu, TRAFFIC_BACKWARD * one, rate) for one in sizes)
     casting = 0.0
     if run.casts_weights:
         casting = sum(one.parameters for one in linears(shape)) / tp * (run.weight_bytes + itemsize) / rate
@@ -226,7 +229,7 @@ def _compiled_kernels(run: Run) -> Seconds:
         casting += run.tokens * cast * (itemsize + run.layer_bytes) / rate
     summed = BIAS_TRAFFIC * run.tokens * biased_outputs(shape, tp) * itemsize / rate * run.trained.blocks
     spared = summed_gradients(run) * run.tokens * shape.hidden * itemsize / rate
-    return Seconds(ahead + casting, TRAFFIC_BACKWARD * ahead + casting + summed - spared)
+    return Seconds(ahead + casting, behind + casting + summed - spared)
 
 
 def _written_out_gelu(run: Run) -> Seconds:
