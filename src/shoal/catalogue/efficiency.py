@@ -118,8 +118,8 @@ MATMULS: dict[str, tuple[float, float | None]] = {
     # Not published: at the V100's share of the peak, with fp32 as on an RTX 2080 Ti.
     "titan-rtx": (97.5, 15.1),
     "rtx8000": (97.5, 15.1),
-    # Twice the speed of its TF32 matmuls, 35.3: 150 W are too little for the peak.
-    "a10": (70.7, 14.7),
+    # 54 in fp16 and 56 in bf16 [6]: 150 W are too little for the peak.
+    "a10": (55.0, 14.7),
     "a10g": (68.0, 22.8),
     "a40": (117.0, 22.2),
     "l4": (58.2, 10.9),
