@@ -105,7 +105,10 @@ def _module_hooks(run: Run) -> float:
 
 def step_host_seconds(run: Run, blocks: int, device: float) -> float:
     """Host time of an optimizer step that the device, which needs `device` seconds for it, waits for."""
-    if run.gpu.is_cpu or not run.traits.waits_for_loss:
+    # GradScaler reads on the host whether a gradient is infinite, unless AdamW is fused (_maybe_opt_step in
+    # torch/amp/grad_scaler.py).
+    scales = run.precision == "16-mixed" and run.in_autocast and run.traits.foreach_step
+    if run.gpu.is_cpu or not (run.traits.waits_for_loss or scales):
         return 0.0
     if run.adapter is not None:
         tensors, each = 2 * len(adapted(run)) * blocks, ADAPTER_TENSOR_HOST
