@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from plan_accuracy import TRAITS
 
-from shoal.plan.systems import MEGATRON, SYSTEMS
+from shoal.plan.systems import MEGATRON, SYSTEMS, TRL
 from shoal.plan.traits import SystemTraits
 
 # The Trainer with bf16 weights before transformers 5.
@@ -13,6 +13,13 @@ EARLIER = replace(FOREACH, flash2=True, reentrant=True, upcasts_shards=False)
 # A loop of its own around transformers' models before version 5, without autocast and `no_sync`.
 OWN_LOOP = {"widens_outputs": False, "waits_for_loss": False}
 LOOP = replace(FOREACH, autocasts=False, unsharded_accumulation=False, reentrant=True, upcasts_shards=False, **OWN_LOOP)
+# One around those of version 5 that takes the loss from the outputs and holds nothing else; and under autocast.
+LOOP_5 = replace(LOOP, logit_bytes=12.0, reentrant=False, wide_embedding_state=False)
+LOOP_5_AUTOCAST = replace(
+    TRAITS["huggingface"], foreach_step=True, logit_bytes=12.0, wide_embedding_state=False, **OWN_LOOP
+)
+# The same, compiled with the loss: logits are returned too.
+WITH_LOSS = {"liger_kernels": False, "loss_kernel": "compiled", "compiles_loss": True, "returns_logits": True}
 # DeepSpeed's ZeRO-1 and 2 with "overlap_comm": true and "reduce_bucket_size": 2e8, as in the configs of transformers'
 # documentation, which others copy.
 OVERLAPPED = replace(TRAITS["deepspeed"], overlaps_gradients=True, bucket_elements=2e8)
@@ -572,11 +579,18 @@ NEAREST: dict[str, SystemTraits] = {
     "huggingface-2024-compiled": replace(
         EARLIER, logit_bytes=16.0, upcasts_shards=True, liger_kernels=False, loss_kernel="compiled"
     ),
-    # A loop around transformers 5 that takes the loss from the outputs and holds nothing else, with a fused AdamW or
-    # bitsandbytes' own.
-    "transformers-5-plain-loop": replace(
-        LOOP, logit_bytes=12.0, reentrant=False, foreach_step=False, wide_embedding_state=False
-    ),
+    # SFTTrainer with a model in bf16, which leaves autocast nothing but the adapters to cast.
+    "trl-bf16": replace(TRL, wide_residual_stream=False, casts_per_use=False, wide_base=False),
+    # Loops around transformers 5, with a fused AdamW or bitsandbytes' own, or with PyTorch's foreach.
+    "transformers-5-plain-loop": replace(LOOP_5, foreach_step=False),
+    "plain-loop": replace(LOOP_5, foreach_step=False),
+    "plain-loop-foreach": LOOP_5,
+    "plain-loop-compiled": replace(LOOP_5, foreach_step=False, **WITH_LOSS),
+    "plain-loop-compiled-foreach": replace(LOOP_5, **WITH_LOSS),
+    "plain-loop-autocast": replace(LOOP_5_AUTOCAST, foreach_step=False),
+    "plain-loop-autocast-foreach": LOOP_5_AUTOCAST,
+    "plain-loop-autocast-compiled": replace(LOOP_5_AUTOCAST, foreach_step=False, **WITH_LOSS),
+    "plain-loop-autocast-compiled-foreach": replace(LOOP_5_AUTOCAST, **WITH_LOSS),
     # nanoGPT's kind of loop without compilation: logits are held until the next ones.
     "build-nanogpt": replace(
         TRAITS["autocast"],

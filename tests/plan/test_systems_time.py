@@ -11,21 +11,23 @@ from shoal.catalogue.shapes import parameters
 from shoal.config.mesh import Mesh
 from shoal.plan.activations import block_kept
 from shoal.plan.adapters import dequantization_seconds
-from shoal.plan.attention import attention_seconds, score_traffic
+from shoal.plan.attention import attention_seconds, score_kernels
 from shoal.plan.blocks import linears
 from shoal.plan.communication import Group, collective_seconds, ring_speed
 from shoal.plan.compute import block_compute, head_seconds, optimizer_seconds
+from shoal.plan.eager import kernel_seconds
 from shoal.plan.head import fused_rows
 from shoal.plan.kernels import contiguous_rate, matmul_seconds
 from shoal.plan.layout import ranks_of
-from shoal.plan.run import FROZEN, Adapter
+from shoal.plan.run import FROZEN, Adapter, Run
 from shoal.plan.speed import forecast_speed
 from shoal.plan.states import optimizer_bytes
 from shoal.plan.systems import SYSTEMS
 from tests.plan.planning import make_run
 from tests.plan.test_other_systems import DEEPSPEED, HUGGING_FACE, LINEARS, MEGATRON, adapted, seconds, term
 
-MEASURED = Path(__file__).parents[2] / "benchmarks" / "gpu" / "adapters_h200" / "kernels.json"
+GPU = Path(__file__).parents[2] / "benchmarks" / "gpu"
+MEASURED = GPU / "adapters_h200" / "kernels.json"
 
 
 def test_an_adapter_in_the_dtype_of_its_layer_launches_fewer_kernels_and_casts_nothing():
@@ -249,23 +251,46 @@ def test_a_host_steps_weights_in_16_bits_in_half_the_time():
     assert term(forecast_speed(narrow), name) == pytest.approx(term(forecast_speed(wide), name) / 2, rel=0.01)
 
 
+def score_traffic(run: Run) -> tuple[float, float]:
+    """Bytes that the kernels between the matmuls of attention move per score, forward and backward."""
+    ahead, back = score_kernels(run)
+    return sum(one.moved for one in ahead), sum(one.moved for one in back)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_kernels_on_scores_take_what_was_measured(dtype):
+    """Each chain of kernels of an eager block, with what an H200 took for each of them."""
+    found = json.loads((GPU / "scores_h200" / "kernels.json").read_text())["kernels"]
+    precision = {"bfloat16": "bf16-true", "float16": "16-mixed", "float32": "32-true"}[dtype]
+    for keys in (384, 1024, 4096):
+        times = {one["kernel"]: one["ps"] for one in found if one["dtype"] == dtype and one["keys"] == keys}
+        names = ["scale", "padding mask", "softmax", "dropout"], ["dropout backward", "softmax backward", "scale"]
+        settings = {"attention": "scores", "compiled": False, "attention_dropout": True, "precision": precision}
+        run = make_run("bert-base", "h200", length=keys, traits=DEEPSPEED, **settings)
+        for kernels, chain in zip(score_kernels(run), names, strict=True):
+            measured = sum(times[name] for name in chain)
+            assert kernel_seconds(run, kernels, 1.0) * 1e12 == pytest.approx(measured, rel=0.17), (keys, chain)
+
+
 def test_materialized_scores_are_moved_by_every_kernel_in_the_dtype_that_it_computes_in():
     eager: dict[str, object] = {"attention": "scores", "compiled": False, "attention_dropout": True}
     bert = make_run("bert-base", length=384, micro_batch=96, **eager)
-    # Scale, mask, softmax and dropout with its mask; backward the mask has no kernel, and softmax reads two
-    # tensors, after a product of the two.
-    assert score_traffic(replace(bert, precision="bf16-true")) == (3 * 4 + 5, 4 + 6 + 6 + 5)
+    # Scale, mask, softmax, which is slower than its bytes, and dropout with its mask and random numbers; backward the
+    # mask has no kernel, and softmax reads two tensors, after a product of the two.
+    assert score_traffic(replace(bert, precision="bf16-true")) == (4 + 4 + 7 + 5 + 2, 4 + 6 + 6 + 5)
     # Autocast casts scores to fp32 before the softmax, and what dropout leaves back to 16 bits.
     autocast = replace(bert, precision="bf16-mixed", traits=HUGGING_FACE)
-    assert score_traffic(autocast) == (2 * 4 + 8 + 2 * 6 + 9, 4 + 12 + 12 + 2 * 6 + 9)
+    assert score_traffic(autocast) == (2 * 4 + 8 + 2 * 6 + 9 + 2, 4 + 12 + 12 + 2 * 6 + 9)
     # With 16-bit weights there is no autocast, and Megatron's softmax is one kernel with scale and mask.
-    assert score_traffic(replace(bert, precision="16-mixed", traits=DEEPSPEED)) == (17, 21)
-    assert score_traffic(replace(bert, precision="16-mixed", traits=MEGATRON)) == (4 + 5, 6 + 5)
+    assert score_traffic(replace(bert, precision="16-mixed", traits=DEEPSPEED)) == (22, 21)
+    assert score_traffic(replace(bert, precision="16-mixed", traits=MEGATRON)) == (4 + 5 + 2, 6 + 5)
     # Llama's code asks for a softmax in fp32, whose kernel reads fp16; of bf16 there is a copy first.
     llama = make_run("llama3-8b", **{**eager, "attention_dropout": False}, precision="bf16-true", traits=DEEPSPEED)
+    llama = replace(llama, length=1024)
     half = replace(llama, traits=replace(DEEPSPEED, half=True))
-    assert score_traffic(half) == score_traffic(replace(llama, precision="16-mixed")) == (8 + 6 + 6, 4 + 10 + 12 + 6)
+    assert score_traffic(half) == score_traffic(replace(llama, precision="16-mixed")) == (8 + 7 + 6, 4 + 10 + 12 + 6)
     assert score_traffic(llama) == (8 + 6 + 8 + 6, 4 + 12 + 6 + 12 + 6)
+    assert score_traffic(replace(llama, length=4096)) == (8 + 6 + 12 + 6, 4 + 12 + 6 + 12 + 6)
     # The matmuls of scores have a short inner dimension.
     short = attention_seconds(replace(bert, precision="bf16-true"))
     flops = 4 * bert.tokens * bert.length * bert.shape.query_width / (bert.peak * 0.75)
