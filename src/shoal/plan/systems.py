@@ -124,8 +124,9 @@ MEGATRON_DEEPSPEED = replace(
     MEGATRON, accumulates_in_matmuls=False, flattens_gradients=True, keeps_added_gradients=True
 )
 # The Hugging Face Trainer with TRL's defaults: an fp32 model under autocast (create_model_from_path in
-# trl/trainer/utils.py), packing by position ids, a loss in parts of 256 tokens that are checkpointed (_chunk in
-# trl/trainer/sft_trainer.py, the default since June 2026), and 16-bit adapters of quantized layers (the same file).
+# trl/trainer/utils.py), packing by position ids, a loss in parts whose logits are computed again in the backward pass
+# (the default since June 2026; in version 1.15 tiles of 4,096 tokens and 32,768 columns, trl/kernels), and 16-bit
+# adapters of quantized layers (trl/trainer/sft_trainer.py).
 TRL = replace(HUGGING_FACE, variable_lengths=True, wide_base=True, chunks="recomputed", narrow_adapters="quantized")
 # The Trainer with a model in bf16 (torch_dtype in axolotl/utils/config), which leaves autocast nothing to cast, the
 # flash-attn package (`flash_attention: true` in its examples), multipack by cumulative lengths, and kernels for
