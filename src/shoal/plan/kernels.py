@@ -2,11 +2,9 @@
 
 from dataclasses import dataclass
 
-from shoal.catalogue.efficiency import MULTIPROCESSORS, Efficiency, efficiency
+from shoal.catalogue.efficiency import FP32_MATMULS, MULTIPROCESSORS, Efficiency, efficiency
 from shoal.plan.run import Run
 
-# Matmuls in fp32, which do not use tensor cores, reach more of their lower peak.
-FP32_MATMULS = 1.1
 # Elements of the output that a multiprocessor computes at a time, 128 × 256, and inner dimensions from which on several
 # multiprocessors share a tile. When the last tiles are computed, some multiprocessors wait: as if there were a third of
 # a wave of tiles more. The shares of the peak are those of twenty waves and more.
