@@ -38,7 +38,7 @@ UNITS = {"GiB": 1.0, "GB": 1e9 / GIB, "MiB": 1 / 1024}
 # PyTorch's wheels had the CUDA libraries of 2023 (12.1) until version 2.5; these systems' results are of containers or
 # builds with those of their day.
 NEW_WHEELS = (2024, 10)
-# And those of 2024 (12.4 and 12.6) until version 2.8, which matters on Hopper. torchtitan's results are of nightly builds.
+# And those of 2024 (12.4 and 12.6) until version 2.8, which matters on Hopper. torchtitan's are nightly builds.
 HOPPER_WHEELS, HOPPER_VERSIONS = (2025, 8), re.compile(r"orch 2\.[567]\b")
 # From PEFT 0.12 on, adapters of 16-bit layers are in fp32 (autocast_adapter_dtype); before, in the layer's dtype.
 FP32_ADAPTERS = (2024, 8)
