@@ -40,6 +40,11 @@ class Kernel:
     fused: bool = False  # reaches the share of the bandwidth that fused kernels do
 
 
+def cast(elements: float, before: int, after: int) -> list[Kernel]:
+    """A cast from `before` to `after` bytes per element, if these differ."""
+    return [] if before == after else [Kernel(elements, before + after, unrolled=after > before)]
+
+
 def kernel_seconds(run: Run, kernels: list[Kernel], tokens: float) -> float:
     """Seconds of kernels over `tokens`."""
     units = MULTIPROCESSORS.get(run.gpu.name)
@@ -151,8 +156,7 @@ def _rotary(run: Run) -> tuple[list[Kernel], list[Kernel]]:
 def _rotated_pairs(run: Run, heads: float) -> tuple[list[Kernel], list[Kernel]]:
     """Rotary embeddings of pairs of neighbours in fp32. A kernel over one of each pair moves both, which share a
     sector of memory."""
-    itemsize, cast = run.layer_bytes, run.layer_bytes < 4
-    up, down = [Kernel(heads, itemsize + 4, unrolled=True)] * cast, [Kernel(heads, itemsize + 4)] * cast
+    up, down = cast(heads, run.layer_bytes, 4), cast(heads, 4, run.layer_bytes)
     if rotary_of(run) == "complex":
         product = [*up, Kernel(heads / 2, 16, unrolled=True), *down]
         return product, product
