@@ -6,9 +6,13 @@ from shoal.plan.kernels import Seconds, bandwidth, contiguous_rate, matmul_secon
 from shoal.plan.run import Adapter, Run
 from shoal.plan.states import adapted, stored_bytes
 
-# Bytes per element of a GPTQ matrix that PyTorch's kernels dequantize, as in AutoGPTQ where neither exllama's nor
-# Triton's run: shifted (0.5 read, 4 written), cast to 8 bits (5), masked (2), less its zero (2), times its scale (3).
-GPTQ_TRAFFIC = 16.5
+# The kernels of a GPTQ matrix that PyTorch dequantizes, as in AutoGPTQ where neither exllama's nor Triton's run, by the
+# bytes that they move per element: shifted (0.5 read, 4 written), cast to 8 bits, masked, less its zero, times its
+# scale. Most of them read a broadcast tensor or cast.
+GPTQ_KERNELS = [
+    *(Kernel(1, 4.5, unrolled=True), Kernel(1, 5, unrolled=True), Kernel(1, 2)),
+    *(Kernel(1, 2, unrolled=True), Kernel(1, 3, unrolled=True)),
+]
 # Bytes per second and multiprocessor that bitsandbytes dequantizes NF4 at, read and written: 1.9 to 2.2 TB/s on an H200
 # (benchmarks/gpu/adapters_h200/kernels.json).
 DEQUANTIZATION_RATE = 2.1e12 / 132
@@ -18,7 +22,7 @@ def dequantization_seconds(run: Run, adapter: Adapter, elements: float) -> tuple
     """Seconds to dequantize `elements` of the frozen matrices in the forward and the backward pass."""
     if adapter.quantize == "gptq":
         # Autograd saves the dequantized matrix, which no parameter is: the backward pass has it.
-        return elements * GPTQ_TRAFFIC / bandwidth(run), 0.0
+        return kernel_seconds(run, GPTQ_KERNELS, elements), 0.0
     once = elements * (stored_bytes(run, adapter) + run.compute_bytes) / contiguous_rate(run, DEQUANTIZATION_RATE)
     return once, once
 
