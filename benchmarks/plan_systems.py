@@ -204,7 +204,7 @@ NEAREST: dict[str, SystemTraits] = {
     "transformers-5-loop": replace(LOOP, logit_bytes=14.0, reentrant=False, holds_outputs="step"),
     # transformers' models under FSDP2, adapters of its own in the dtype of the layer (components/_peft/lora.py).
     "automodel": replace(LOOP, narrow_adapters=True, logit_bytes=12.0),
-    "fms": TRAITS["torchtitan"],
+    "fms": replace(TRAITS["torchtitan"], rotary="halves"),  # products with 2 x 2 matrices, which move about as much
     # torch.optim.AdamW as it is, in examples/pytorch/tensor_parallel/train.py.
     "lightning-2d": replace(TRAITS["torchtitan"], foreach_step=True),
     # Its command's loss is computed with its gradient, 1,024 tokens at a time (xtuner/v1/train/arguments/arguments.py).
@@ -494,7 +494,13 @@ NEAREST: dict[str, SystemTraits] = {
     # The loop of ETH's Large-Scale AI Engineering: torchtitan's model as it was first, in bf16, logits cast to fp32,
     # torch.optim.AdamW with `fused` false, and DDP with PyTorch's defaults.
     "lsai": replace(
-        TRAITS["by-hand"], repeats_keys=True, flash2=True, foreach_step=True, copies_to_buckets=True, logit_bytes=14.0
+        TRAITS["by-hand"],
+        repeats_keys=True,
+        rotary="complex",
+        flash2=True,
+        foreach_step=True,
+        copies_to_buckets=True,
+        logit_bytes=14.0,
     ),
     # A loop around transformers' models, sharded by DTensors with the loss on sharded logits; AdamW with `foreach`
     # false, and the flash-attn package.
@@ -561,6 +567,7 @@ NEAREST: dict[str, SystemTraits] = {
     "mistral-finetune": replace(
         TRAITS["by-hand"],
         repeats_keys=True,
+        rotary="complex",
         flash2=True,
         variable_lengths=True,
         foreach_step=True,

@@ -189,6 +189,8 @@ _OLD_AMPERE = Efficiency(matmuls=0.735, attention=0.64, bandwidth=0.60, fp8=0.62
 _AMPERE = replace(_OLD_AMPERE, matmuls=0.765)
 # From this year on PyTorch's wheels have the libraries that those matmuls ran with.
 AMPERE_SINCE = 2025
+# Matmuls in fp32, which do not use tensor cores, reach more of their lower peak.
+FP32_MATMULS = 1.1
 # From 35 of the runs in benchmarks/gpu/sweep_h200; 20 others were measured afterwards.
 _HOPPER = Efficiency(matmuls=0.75, attention=0.52, bandwidth=0.64, fp8=0.62, half_keys=200)
 _LIMITED_HOPPER = Efficiency(matmuls=0.54, attention=0.48, bandwidth=0.60, fp8=0.62)
@@ -285,7 +287,7 @@ def efficiency(gpu: Gpu, *, software: int = 0, transformer_engine: bool = False)
             matmuls=min(found.matmuls, old.matmuls),
             attention=min(found.attention, old.attention),
             fp8=min(found.fp8, old.fp8),
-            fp32=found.fp32,
+            fp32=found.fp32 or FP32_MATMULS * found.matmuls,  # without Hopper's instructions
             inner_half=found.inner_half,
         )
     if gpu.name in CDNA3 and software:

@@ -147,6 +147,10 @@ class SystemTraits:
     multiplies_again: bool = False
     # Rotary embeddings are one kernel, compiled or not, rather than several.
     fused_rotary: bool = False
+    # Else they rotate the halves of a head, as transformers does; or pairs of neighbours, in fp32: one of each pair at
+    # a time (RotaryPositionalEmbeddings in torchtune/modules/position_embeddings.py), or as complex numbers
+    # (apply_rotary_emb in torchtitan/models/llama3/model.py). All of them rotate the halves of Qwen's heads.
+    rotary: Literal["halves", "pairs", "complex"] = "halves"
     # These adapters are in the dtype of the frozen weights after all: PEFT before 0.12, and where a script casts them.
     # `quantized`: in 16 bits, with their optimizer state, if the weights are quantized, as TRL's SFTTrainer casts them.
     narrow_adapters: bool | Literal["quantized"] = False
