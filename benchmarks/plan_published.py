@@ -230,7 +230,7 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
             **settings,
             "shape": shape,
             "gpu": gpu,
-            "link": LINKS[line.get("link", gpu.link)],
+            "link": _link(line.get("link", gpu.link)),
             "network": network,
             "length": line["sequence"],
             "devices": line["per_node"],
@@ -242,6 +242,11 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
             "traits": traits,
         }
     )
+
+
+def _link(given: str | dict[str, float]) -> Link:
+    """The link between the devices of a node by its name, or PCI Express as fast as the source says that it is."""
+    return LINKS[given] if isinstance(given, str) else Link("pcie-given", given["gb_per_second"] * 1e9, 10e-6)
 
 
 def _year(line: dict[str, Any]) -> int:

@@ -52,7 +52,9 @@ NEAREST: dict[str, SystemTraits] = {
         all_reduces=True,  # reduce_rank is None in _attach_reduction_hook of hybrid_zero_optim.py
     ),
     "flash-attention": MEGATRON,
-    "tensorflow-xla": replace(MEGATRON, fused_softmax="never", planned_memory=True),
+    # Norms, and the sums that they read, are in fp32: call in TensorFlow2/LanguageModeling/BERT/official/nlp/modeling/
+    # layers/transformer.py of NVIDIA/DeepLearningExamples; TensorFlow 1's fused_layer_norm casts in the same way.
+    "tensorflow-xla": replace(MEGATRON, fused_softmax="never", planned_memory=True, wide_residual_stream=True),
     "pax": replace(MEGATRON, fused_softmax="never", planned_memory=True),
     "maxtext": replace(MEGATRON, fused_softmax="never", planned_memory=True),
     # NVIDIA's BERT: Apex's norms and optimizer, PyTorch's DDP, scores with PyTorch's softmax; later NVFuser.

@@ -22,6 +22,10 @@ FLASH_2_BLACKWELL, FLASH_2_HALF_KEYS = 0.29, 200
 # Attention in fp32, which has neither flash attention nor tensor cores, relative to matmuls in fp32: on an H200, where
 # it reaches 0.59 of the peak (benchmarks/gpu/attention_h200).
 FP32_ATTENTION = 0.72
+# The same with heads of more than 64 elements on multiprocessors with 100 KB of shared memory, which hold few of its
+# tiles: 14.5 of 46.8 TFLOP/s on an RTX 4090 (XiaoJianyu219/llm-infra-bench, 08-single-gpu-profiling:
+# prof_fp32_s2048_b1).
+FP32_ATTENTION_SMALL, SMALL = 0.31, ((8, 6), (8, 9), (12, 0))
 # Libraries of 2022 and before computed batched matmuls without tensor cores if the rows of a head are not aligned: with
 # heads of 108 instead of 144 elements, BigScience's 182B model took 163 s per step instead of 125, which leaves the
 # matmuls of attention about 10 TFLOP/s, half of an A100's fp32 peak (train/tr11-176B-ml/chronicles-prequel.md).
@@ -64,7 +68,9 @@ def _attention_to(run: Run, seen: float, path: Path) -> Seconds:
         dropout=run.attention_dropout,
         capability=run.gpu.compute_capability,
     )
-    flops = run.peak * reached.attention * flash2 if itemsize < 4 else matmul_flops(run, itemsize) * FP32_ATTENTION
+    small = run.gpu.compute_capability in SMALL and shape.head_size > 64
+    wide = FP32_ATTENTION_SMALL if small else FP32_ATTENTION
+    flops = run.peak * reached.attention * flash2 if itemsize < 4 else matmul_flops(run, itemsize) * wide
     both = (1 + BACKWARD_MATMULS) * work / (flops * min(1.0, long_heads) * biased * kernel)
     ahead = both / (1 + BACKWARD_SECONDS)
     return Seconds(ahead, both - ahead)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from shoal.catalogue.efficiency import MULTIPROCESSORS, clock
 from shoal.plan.activations import has_head_norms, has_mlp_in_place
 from shoal.plan.blocks import biased_outputs, linears
-from shoal.plan.kernels import STREAMED, Seconds, eager_bandwidth
+from shoal.plan.cache import cached_seconds
+from shoal.plan.kernels import Seconds, eager_bandwidth
 from shoal.plan.packed import gathered_sums
 from shoal.plan.run import Run
 
@@ -50,8 +51,14 @@ def kernel_seconds(run: Run, kernels: list[Kernel], tokens: float) -> float:
     units = MULTIPROCESSORS.get(run.gpu.name)
     if units is None:
         return tokens * sum(one.elements * one.moved for one in kernels) / eager_bandwidth(run)
-    rate, shares = UNROLLED_RATE * units * clock(run.gpu), (eager_bandwidth(run, STREAMED), eager_bandwidth(run))
-    return tokens * sum(one.elements * max(one.moved / shares[one.fused], one.unrolled / rate) for one in kernels)
+    rate, shares = UNROLLED_RATE * units * clock(run.gpu), (eager_bandwidth(run, streams=True), eager_bandwidth(run))
+    return sum(
+        max(
+            cached_seconds(run.gpu, tokens * one.elements * one.moved, shares[one.fused]),
+            tokens * one.elements * one.unrolled / rate,
+        )
+        for one in kernels
+    )
 
 
 def block_seconds(run: Run) -> Seconds:
