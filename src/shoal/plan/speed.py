@@ -7,6 +7,7 @@ from shoal.catalogue.shapes import block_matrices
 from shoal.plan.blocks import linears
 from shoal.plan.communication import Group, collective_seconds, contention, exposed_reduction, rank_group, straggling
 from shoal.plan.compute import block_compute, head_seconds, optimizer_seconds
+from shoal.plan.copies import shard_copies
 from shoal.plan.host import host_seconds, step_host_seconds
 from shoal.plan.kernels import STREAMED, bandwidth
 from shoal.plan.layout import Rank, count, different_ranks, ranks_of, stages_each
@@ -105,7 +106,7 @@ def _micro_batch(run: Run, rank: Rank) -> Term:
     """Forward and backward pass of one micro-batch on one pipeline rank."""
     block, blocks = block_compute(run), rank.blocks
     passed = run.trained.passed  # of the blocks, by the backward pass
-    loss = head_seconds(run) if rank.last else None
+    loss, copies = head_seconds(run) if rank.last else None, shard_copies(run, rank)
     compute = [
         leaf("matmuls", block.matmuls.over(blocks, passed)),
         leaf("attention", block.attention.over(blocks, passed)),
@@ -113,6 +114,7 @@ def _micro_batch(run: Run, rank: Rank) -> Term:
         leaf("activation recomputation", block.recomputed * blocks * passed),
         leaf("head and loss", loss.both if loss else 0.0),
         leaf("gradient accumulation", _accumulation(run, rank)),
+        leaf("copies around collectives", copies.total),
     ]
     ahead = block.forward * blocks + (loss.forward if loss else 0.0)
     if run.reference_pass:
@@ -122,7 +124,7 @@ def _micro_batch(run: Run, rank: Rank) -> Term:
     host = 0.0 if run.gpu.is_cpu or replays_graphs(run) else host_seconds(run, blocks)
     waiting = leaf("kernel launch overhead", max(0.0, host - ahead - back))
     copied = leaf("exposed activation transfer", activation_transfer(run, block) * blocks)
-    exposed, hidden = _sharding(run, rank, ahead, back)
+    exposed, hidden = _sharding(run, rank, ahead + copies.forward, back + copies.backward)
     in_blocks = model_parallel(run, rank)
     slowed = leaf("slowdown by overlapped collectives", contention(run, _shard_group(run)) * hidden)
     return group("micro-batch", *compute, waiting, copied, group("communication", exposed, in_blocks, slowed))

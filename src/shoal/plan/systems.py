@@ -47,6 +47,7 @@ LITGPT = SystemTraits(
     dequantizes_in_half=True,
     pads_vocabulary=True,
     unsharded_accumulation=True,
+    flat_parameters=True,  # FSDPStrategy in lightning/fabric/strategies/fsdp.py
     copies_to_buckets=True,  # DDPStrategy in lightning/fabric/strategies/ddp.py leaves PyTorch's default
 )
 # TrainingArguments.optim is adamw_torch_fused from PyTorch 2.8 on; before, it was a foreach AdamW.
@@ -57,6 +58,7 @@ HUGGING_FACE = SystemTraits(
     fused_rows="liger",  # fused_linear_cross_entropy_forward in liger_kernel/ops
     peft=True,
     unsharded_accumulation=True,
+    flat_parameters=True,  # fsdp_version is 1 in accelerate/utils/dataclasses.py
     wide_embedding_state=True,  # register_module_override in transformers/trainer.py
     replicates_scales=True,  # Params4bit.quant_state in bitsandbytes/nn/modules.py
     quantizes_experts=True,  # modeling_mixtral.py until transformers 5
@@ -164,6 +166,8 @@ COMPOSER = SystemTraits(
     unfused_norms=False,
     loss_kernel="always",
     unpads=True,  # flash_attn_fn in llmfoundry/models/layers/attention.py
+    flat_parameters=True,  # prepare_fsdp_module in composer/trainer/dist_strategy.py
+    narrow_reduction=True,  # --fsdp_config_mixed_precision PURE in scripts/train/benchmarking/submit_benchmarks.py
     software=2023,
 )
 

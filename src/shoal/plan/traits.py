@@ -183,6 +183,8 @@ class SystemTraits:
     mask_buffers: bool = False
     # GPT-NeoX's queries and keys are rotated, and joined with the other channels, in fp32: transformers before 4.45.
     wide_rotary: bool = False
+    # FSDP1: the parameters of a unit are views of one tensor. Else FSDP2, whose units gather into another one.
+    flat_parameters: bool = False
     # With several micro-batches per step, FSDP reduces gradients only after the last one (`no_sync`), and holds them
     # unsharded until then.
     unsharded_accumulation: bool = False
