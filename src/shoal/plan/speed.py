@@ -121,12 +121,15 @@ def _micro_batch(run: Run, rank: Rank) -> Term:
         compute.append(leaf("reference forward pass", ahead))
         ahead *= 2
     back = block.backward * blocks * passed + (loss.backward if loss else 0.0)
-    host = 0.0 if run.gpu.is_cpu or replays_graphs(run) else host_seconds(run, blocks)
-    waiting = leaf("kernel launch overhead", max(0.0, host - ahead - back))
     copied = leaf("exposed activation transfer", activation_transfer(run, block) * blocks)
     exposed, hidden = _sharding(run, rank, ahead + copies.forward, back + copies.backward)
     in_blocks = model_parallel(run, rank)
     slowed = leaf("slowdown by overlapped collectives", contention(run, _shard_group(run)) * hidden)
+    # The host goes on while the device waits for a collective; ZeRO-3's waits too (`synchronize` in fetch_sub_module).
+    host = 0.0 if run.gpu.is_cpu or replays_graphs(run) else host_seconds(run, blocks)
+    awaited = in_blocks.amount + (0.0 if run.traits.hooks_modules else exposed.amount)
+    device = ahead + back + copies.total + awaited
+    waiting = leaf("kernel launch overhead", max(0.0, host - device))
     return group("micro-batch", *compute, waiting, copied, group("communication", exposed, in_blocks, slowed))
 
 

@@ -17,6 +17,8 @@ class SystemTraits:
     # `compiled` means kernels that are fused by hand, as Transformer Engine's: residual adds are kernels of their own,
     # and queries are copied out of the output of the matmul.
     fused_by_hand: bool = False
+    # Kernels that are fused by hand are launched by modules in Python, and not replayed as CUDA graphs.
+    launches_modules: bool = False
     # Keys and values are repeated for every query head before attention, and saved like that.
     repeats_keys: bool = False
     # Padding is removed before attention and put back after it even where there is none, which copies what it reads and
