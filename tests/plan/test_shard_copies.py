@@ -7,7 +7,7 @@ import pytest
 
 from shoal.catalogue.shapes import parameters
 from shoal.config.mesh import Mesh
-from shoal.plan.copies import shard_copies
+from shoal.plan.copies import block_collectives, shard_copies
 from shoal.plan.kernels import contiguous_rate
 from shoal.plan.layout import ranks_of
 from shoal.plan.run import FROZEN, Adapter, Run
@@ -76,3 +76,18 @@ def test_replicated_weights_need_none(strategy: str) -> None:
     # Nor does a compiler that lays out memory itself.
     planned = replace(SYSTEMS["torchtitan"], planned_memory=True)
     assert moved(on_eight("torchtitan").with_(traits=planned)) == 0
+
+
+def test_zero3_fetches_large_matrices_one_by_one() -> None:
+    # Four of seven matrices of a 7B model have 16.8 million elements and three 45 million; a prefetch takes 50 million.
+    assert block_collectives(on_eight("deepspeed", strategy="zero3")) == (5, 1)
+    large = make_run("mpt-70b", traits=SYSTEMS["deepspeed"], strategy="zero3", mesh=Mesh(dp_shard=64))
+    assert block_collectives(large) == (4, 2)
+    assert block_collectives(on_eight("torchtitan")) == (1, 1)
+    assert block_collectives(on_eight("deepspeed", strategy="zero2")) == (1, 1)
+    # On many ranks each of them has the latency of a ring.
+    far = {"strategy": "zero3", "micro_batch": 1, "length": 64}
+    many = make_run("mpt-70b", traits=SYSTEMS["deepspeed"], mesh=Mesh(dp_shard=1024), **far)
+    once = many.with_(traits=replace(SYSTEMS["deepspeed"], bucket_elements=0.0))
+    name = "exposed FSDP collectives"
+    assert term(forecast_speed(many), name) > 1.1 * term(forecast_speed(once), name)

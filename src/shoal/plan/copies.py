@@ -1,6 +1,7 @@
 """Copies around the collectives of sharded weights and gradients: memory traffic that replicated ones do not have."""
 
 from dataclasses import dataclass
+from math import ceil
 
 from shoal.plan.blocks import linears
 from shoal.plan.kernels import contiguous_rate
@@ -37,7 +38,7 @@ def shard_copies(run: Run, rank: Rank) -> Copies:
         # AllGatherCoalescedHandle.wait in deepspeed/runtime/zero/partition_parameters.py; gradients are copied into a
         # bucket, put together for each rank and divided (stage3.py, reduce_scatter_coalesced).
         gathered = _gathered(run, rank, forward=True) + _gathered(run, rank, forward=False)
-        matrices = [one.parameters / run.mesh.tp for one in linears(run.shape, joined=traits.fused_qkv)]
+        matrices = _matrices(run)
         together = sum(size for size in matrices if size < PREFETCHED) / sum(matrices)
         return Copies(beside=(2 * together * gathered + 6 * trained * wide) / rate)
     if traits.masters_with_optimizer:
@@ -52,6 +53,22 @@ def shard_copies(run: Run, rank: Rank) -> Copies:
     forward = 2 * _gathered(run, rank, forward=True)
     backward = 2 * _gathered(run, rank, forward=False) + trained * (narrow + wide) / steps
     return Copies(forward / rate, backward / rate)
+
+
+def block_collectives(run: Run) -> tuple[int, int]:
+    """All-gathers and reduce-scatters of a block: one each, or as many as ZeRO-3 fetches and fills buckets."""
+    bucket = run.traits.bucket_elements
+    if not (run.traits.hooks_modules and bucket and run.gathers_weights):
+        return 1, 1
+    matrices = _matrices(run)
+    alone = [size for size in matrices if size >= PREFETCHED]
+    together = sum(matrices) - sum(alone)
+    return len(alone) + ceil(together / PREFETCHED), max(1, ceil(sum(matrices) / bucket))
+
+
+def _matrices(run: Run) -> list[float]:
+    """Elements of the matrices of a block."""
+    return [one.parameters / run.mesh.tp for one in linears(run.shape, joined=run.traits.fused_qkv)]
 
 
 def _gathered(run: Run, rank: Rank, *, forward: bool) -> float:

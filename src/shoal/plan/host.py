@@ -14,8 +14,8 @@ EAGER_BLOCK_HOST = 2.0e-3
 # 2024). On the host of an H200 1.6 and 1.8 ms per block were measured (benchmarks/gpu/compiled_loss_h200).
 ENCODER_HOST = 1.4
 COMPILED_BLOCK_HOST = 2.2e-3  # measured on the host of an H200: benchmarks/gpu/small_h200
-# The same of Megatron's blocks, whose modules are Transformer Engine's: 48 of them take 220 ms with one sequence of 1,024
-# tokens, of which 37 ms are optimizer, head and loss (vuiseng9/megatron-tutorials, tbl-101_dp_zero2.png).
+# The same of Megatron's blocks, whose modules are Transformer Engine's: 48 of them take 220 ms with one sequence of
+# 1,024 tokens, of which 37 ms are optimizer, head and loss (vuiseng9/megatron-tutorials, tbl-101_dp_zero2.png).
 MODULE_BLOCK_HOST = 3.8e-3
 # Host time of an adapted layer, eager: about twenty kernels forward and backward, and PEFT's Python between them; and
 # of a quantized one, which bitsandbytes dequantizes in Python in both passes. From steps that hardly depend on the

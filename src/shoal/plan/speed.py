@@ -7,7 +7,7 @@ from shoal.catalogue.shapes import block_matrices
 from shoal.plan.blocks import linears
 from shoal.plan.communication import Group, collective_seconds, contention, exposed_reduction, rank_group, straggling
 from shoal.plan.compute import block_compute, head_seconds, optimizer_seconds
-from shoal.plan.copies import shard_copies
+from shoal.plan.copies import block_collectives, shard_copies
 from shoal.plan.host import host_seconds, step_host_seconds
 from shoal.plan.kernels import STREAMED, bandwidth
 from shoal.plan.layout import Rank, count, different_ranks, ranks_of, stages_each
@@ -167,7 +167,9 @@ def _sharding(run: Run, rank: Rank, ahead: float, back: float) -> tuple[Term, fl
         operation: Operation = "all-reduce" if run.gathers_after_step and run.traits.all_reduces else "reduce-scatter"
         return collective_seconds(run, operation, over, parameters * run.reduced_bytes) if parameters else 0.0
 
-    gather, scatter = gathered(counts.block, block_bytes(run)), scattered(counts.block * run.trained.blocks)
+    fetches, buckets = block_collectives(run)
+    gather = fetches * gathered(counts.block / fetches, block_bytes(run))
+    scatter = buckets * scattered(counts.block * run.trained.blocks / buckets)
     embedding, head = counts.embedding * run.trained.embedding, counts.head * run.trained.head
     embedding_and_head = gathered(counts.embedding_and_head) + scattered(embedding + head)
     if run.mesh.pp > 1:
