@@ -227,7 +227,7 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
             **settings,
             "shape": shape,
             "gpu": gpu,
-            "link": LINKS[line.get("link", gpu.link)],
+            "link": _link(line.get("link", gpu.link)),
             "network": network,
             "length": line["sequence"],
             "devices": line["per_node"],
@@ -239,6 +239,11 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
             "traits": traits,
         }
     )
+
+
+def _link(given: str | dict[str, float]) -> Link:
+    """A link of the catalogue, or one whose bandwidth a source has measured."""
+    return LINKS[given] if isinstance(given, str) else Link("given", given["gb_per_second"] * 1e9, 10e-6)
 
 
 def _year(line: dict[str, Any]) -> int:
