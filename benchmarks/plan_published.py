@@ -191,7 +191,7 @@ def _impossible(run: Run, line: dict[str, Any]) -> str:
 
 def _run(line: dict[str, Any], shape: ModelShape) -> Run:
     gpu = GPUS[line["gpu"]]
-    if line["system"] == "litgpt":
+    if line["system"] in ("litgpt", "thunder"):
         shape = replace(shape, tied=False)  # its models have a head of their own
     network = LINKS[usual_network(gpu)]
     if "network" in line:

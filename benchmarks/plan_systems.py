@@ -205,8 +205,9 @@ NEAREST: dict[str, SystemTraits] = {
     # The same around the loss of transformers 5's own models.
     "transformers-5-loop": replace(LOOP, logit_bytes=14.0, reentrant=False, holds_outputs="step"),
     # transformers' models under FSDP2, adapters of its own in the dtype of the layer (components/_peft/lora.py).
-    "automodel": replace(LOOP, narrow_adapters=True, logit_bytes=12.0),
-    "fms": replace(TRAITS["torchtitan"], rotary="halves"),  # products with 2 x 2 matrices, which move about as much
+    "automodel": replace(LOOP, narrow_adapters=True, logit_bytes=12.0, flat_parameters=False),
+    # Products with 2 x 2 matrices, which move about as much; bfSixteen in fms_fsdp/policies/mixed_precision.py.
+    "fms": replace(TRAITS["torchtitan"], rotary="halves", flat_parameters=True, narrow_reduction=True),
     # torch.optim.AdamW as it is, in examples/pytorch/tensor_parallel/train.py.
     "lightning-2d": replace(TRAITS["torchtitan"], foreach_step=True),
     # Its command's loss is computed with its gradient, 1,024 tokens at a time (xtuner/v1/train/arguments/arguments.py).
@@ -246,7 +247,7 @@ NEAREST: dict[str, SystemTraits] = {
     "plain-torch": replace(TRAITS["by-hand"], loss_kernel="compiled"),
     "compiled-torch": replace(TRAITS["by-hand"], loss_kernel="compiled", pads_vocabulary=True),
     # F.multi_head_attention_forward in its modules/multihead_attention.py has its softmax in the compute dtype.
-    "fairseq": replace(TRAITS["by-hand"], fused_softmax="always"),
+    "fairseq": replace(TRAITS["by-hand"], fused_softmax="always", flat_parameters=True),
     # Of 2023 and 2024, with flash attention 2 on Hopper.
     "flagscale": replace(MEGATRON, flash2=True),
     "megatron-0.6": replace(MEGATRON, flash2=True),
@@ -354,7 +355,10 @@ NEAREST: dict[str, SystemTraits] = {
         flash2=True,
     ),
     # Lightning's FSDP with precision 16: parameters, gradients and buffers in fp16.
-    "lightning-fp16": replace(TRAITS["by-hand"], narrow_reduction=True),
+    "lightning-fp16": replace(TRAITS["by-hand"], narrow_reduction=True, flat_parameters=True),
+    # benchmark_litgpt.py of Lightning Thunder: a model whose weights are in bf16 also where its matmuls are in fp8, and
+    # FSDP2 where Thunder does not shard it.
+    "thunder": replace(TRAITS["litgpt"], narrow_reduction=True, flat_parameters=False),
     # GeminiPlugin: chunks of 16-bit weights that are gathered, fp32 masters in shards, Apex's norms.
     "colossal-gemini": replace(TRAITS["deepspeed"], unfused_norms=False, hooks_modules=False),
     # --overlap-grad-reduce, --overlap-param-gather, --no-gradient-accumulation-fusion, and a loss that is not fused.

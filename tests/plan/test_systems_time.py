@@ -17,6 +17,7 @@ from shoal.plan.communication import Group, collective_seconds, ring_speed
 from shoal.plan.compute import block_compute, head_seconds, optimizer_seconds
 from shoal.plan.eager import kernel_seconds
 from shoal.plan.head import fused_rows
+from shoal.plan.host import host_seconds
 from shoal.plan.kernels import contiguous_rate, matmul_seconds
 from shoal.plan.layout import ranks_of
 from shoal.plan.run import FROZEN, Adapter, Run
@@ -161,18 +162,47 @@ def test_zero3_of_deepspeed_waits_for_its_hooks_if_sequences_are_short():
     assert step(8192, "zero3") < 1.1 * step(8192, "zero2")
 
 
+def launched(run: Run) -> float:
+    """Seconds of a micro-batch, of which a device that waits for its host has the host's."""
+    step = forecast_speed(run).step
+    apart = {"optimizer", "optimizer launch overhead", "communication per step", "stragglers"}
+    slowdown = step.find("slowdown by overlapped collectives")
+    whole = sum(part.amount for part in step.parts if part.name not in apart)
+    return whole - (slowdown.amount if slowdown else 0.0)
+
+
 def test_fsdp_waits_for_its_hooks_if_sequences_are_short():
     def waiting(strategy: str, **settings: object) -> float:
-        run = make_run(strategy=strategy, mesh=Mesh(dp_shard=8), micro_batch=1, length=32, loss="plain", **settings)
-        return term(forecast_speed(run), "kernel launch overhead")
+        short = {"mesh": Mesh(dp_shard=8), "micro_batch": 1, "length": 32, "loss": "plain"}
+        return launched(make_run("tinyllama-1.1b", strategy=strategy, **short, **settings))
 
     for compiled in (False, True):
         settings = {"compiled": compiled, "traits": replace(SYSTEMS["torchtitan"], cuda_graphs=False)}
-        assert waiting("fsdp", **settings) - waiting("ddp", **settings) == pytest.approx(32 * 2.6e-3)
+        assert waiting("fsdp", **settings) - waiting("ddp", **settings) == pytest.approx(22 * 2.6e-3)
     # DeepSpeed's are counted for each module, and XLA has none.
-    for traits in (DEEPSPEED, replace(SYSTEMS["torchtitan"], planned_memory=True)):
-        strategy = "zero2" if traits is DEEPSPEED else "fsdp"
-        assert waiting(strategy, traits=traits) == pytest.approx(waiting("ddp", traits=traits))
+    planned = replace(SYSTEMS["torchtitan"], planned_memory=True)
+    assert waiting("fsdp", traits=planned) == pytest.approx(waiting("ddp", traits=planned))
+
+
+def test_the_host_goes_on_while_the_device_waits_for_collectives():
+    short = {"mesh": Mesh(tp=8), "micro_batch": 1, "length": 32, "compiled": False, "loss": "plain"}
+    run = make_run("llama3-8b", traits=SYSTEMS["torchtitan"], strategy="ddp", **short)
+    name = "kernel launch overhead"
+    assert term(forecast_speed(run), "tensor parallel") > 0
+    assert launched(run) == pytest.approx(host_seconds(run, 32))
+    # Slow collectives hide what the host takes to launch the next kernels.
+    slow = run.with_(link=LINKS["pcie-host"], length=4096)
+    assert term(forecast_speed(slow), name) == 0
+    # ZeRO-3's host waits for what it has fetched.
+    fetched = make_run("llama3-8b", traits=DEEPSPEED, strategy="zero3", **{**short, "mesh": Mesh(dp_shard=8)})
+    faster = fetched.with_(link=LINKS["nvlink5"])
+    assert term(forecast_speed(fetched), name) == pytest.approx(term(forecast_speed(faster), name))
+
+
+def test_megatrons_modules_take_the_host_longer_than_compiled_blocks():
+    run = make_run("gpt2", traits=MEGATRON, micro_batch=1, length=64, compiled=True)
+    assert launched(run) == pytest.approx(12 * 3.8e-3)
+    assert launched(run.with_(traits=SYSTEMS["nemo"])) == pytest.approx(12 * 2.2e-3)
 
 
 def test_layers_that_return_fp32_move_more_bytes():

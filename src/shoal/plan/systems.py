@@ -48,6 +48,7 @@ LITGPT = SystemTraits(
     dequantizes_in_half=True,
     pads_vocabulary=True,
     unsharded_accumulation=True,
+    flat_parameters=True,  # FSDPStrategy in lightning/fabric/strategies/fsdp.py
     copies_to_buckets=True,  # DDPStrategy in lightning/fabric/strategies/ddp.py leaves PyTorch's default
 )
 # TrainingArguments.optim is adamw_torch_fused from PyTorch 2.8 on; before, it was a foreach AdamW.
@@ -58,6 +59,7 @@ HUGGING_FACE = SystemTraits(
     fused_rows="liger",  # fused_linear_cross_entropy_forward in liger_kernel/ops
     peft=True,
     unsharded_accumulation=True,
+    flat_parameters=True,  # fsdp_version is 1 in accelerate/utils/dataclasses.py
     wide_embedding_state=True,  # register_module_override in transformers/trainer.py
     replicates_scales=True,  # Params4bit.quant_state in bitsandbytes/nn/modules.py
     quantizes_experts=True,  # modeling_mixtral.py until transformers 5
@@ -105,6 +107,7 @@ MEGATRON = SystemTraits(
     casts_once=True,  # the same: both layouts by one kernel
     keeps_fp8_weights=True,  # the same: is_first_microbatch in megatron/core/extensions/transformer_engine.py
     fused_by_hand=True,  # megatron/core/fusions; Transformer Engine's layers
+    launches_modules=True,  # --enable-cuda-graph is off unless it is given
     # --overlap-grad-reduce and --overlap-param-gather are off unless they are given: megatron/training/arguments.py.
     overlaps_gradients=False,
     even_stages=True,  # get_num_layers_to_build in megatron/core/transformer/transformer_block.py
@@ -114,10 +117,15 @@ MEGATRON = SystemTraits(
     variable_lengths=True,  # PackedSeqParams: Transformer Engine's thd layout
     reentrant=True,  # CheckpointFunction in megatron/core/tensor_parallel/random.py
 )
-# Its recipes, also as Megatron Bridge: bf16_mixed() with grad_reduce_in_fp32=False, tp_comm_overlap, and both overlaps
-# of data parallelism.
+# Its recipes, also as Megatron Bridge: bf16_mixed() with grad_reduce_in_fp32=False, tp_comm_overlap, both overlaps of
+# data parallelism, and CUDA graphs where blocks are short.
 NEMO = replace(
-    MEGATRON, wide_gradients=False, overlaps_tensor=True, overlaps_gradients=True, overlaps_weight_gather=True
+    MEGATRON,
+    wide_gradients=False,
+    overlaps_tensor=True,
+    overlaps_gradients=True,
+    overlaps_weight_gather=True,
+    launches_modules=False,
 )
 # Megatron-DeepSpeed: Megatron's model with DeepSpeed's ZeRO-1, which flattens fp16 gradients in its step; bf16 ones are
 # added up in fp32 by its BF16_Optimizer.
@@ -166,6 +174,8 @@ COMPOSER = SystemTraits(
     unfused_norms=False,
     loss_kernel="always",
     unpads=True,  # flash_attn_fn in llmfoundry/models/layers/attention.py
+    flat_parameters=True,  # prepare_fsdp_module in composer/trainer/dist_strategy.py
+    narrow_reduction=True,  # --fsdp_config_mixed_precision PURE in scripts/train/benchmarking/submit_benchmarks.py
     software=2023,
 )
 

@@ -17,6 +17,8 @@ class SystemTraits:
     # `compiled` means kernels that are fused by hand, as Transformer Engine's: residual adds are kernels of their own,
     # and queries are copied out of the output of the matmul.
     fused_by_hand: bool = False
+    # Kernels that are fused by hand are launched by modules in Python, and not replayed as CUDA graphs.
+    launches_modules: bool = False
     # Keys and values are repeated for every query head before attention, and saved like that.
     repeats_keys: bool = False
     # Padding is removed before attention and put back after it even where there is none, which copies what it reads and
@@ -187,6 +189,8 @@ class SystemTraits:
     mask_buffers: bool = False
     # GPT-NeoX's queries and keys are rotated, and joined with the other channels, in fp32: transformers before 4.45.
     wide_rotary: bool = False
+    # FSDP1: the parameters of a unit are views of one tensor. Else FSDP2, whose units gather into another one.
+    flat_parameters: bool = False
     # With several micro-batches per step, FSDP reduces gradients only after the last one (`no_sync`), and holds them
     # unsharded until then.
     unsharded_accumulation: bool = False
