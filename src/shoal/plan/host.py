@@ -103,9 +103,16 @@ def _module_hooks(run: Run) -> float:
     return each * modules * (2 + run.repeats_forward + run.reference_pass)
 
 
+def _reads_overflow(run: Run) -> bool:
+    """Whether the host reads before the step if a gradient has overflown: GradScaler does (_maybe_opt_step in
+    torch/amp/grad_scaler.py), but for a fused optimizer, which reads it on the device."""
+    scales = run.precision == "16-mixed" and run.in_autocast and not run.traits.fused_step
+    return scales and (run.traits.foreach_step or run.optimizer != "adamw")
+
+
 def step_host_seconds(run: Run, blocks: int, device: float) -> float:
     """Host time of an optimizer step that the device, which needs `device` seconds for it, waits for."""
-    if run.gpu.is_cpu or not run.traits.waits_for_loss:
+    if run.gpu.is_cpu or not (run.traits.waits_for_loss or _reads_overflow(run)):
         return 0.0
     if run.adapter is not None:
         tensors, each = 2 * len(adapted(run)) * blocks, ADAPTER_TENSOR_HOST
