@@ -69,7 +69,7 @@ CONTAINERS = {
         "megatron-overlapped",
         "nemo",
     ),
-    *("nemo-flash2", "nemo-plain", "pax"),
+    *("nemo-flash2", "nemo-graphs", "nemo-plain", "pax"),
 }
 # Keys of a row that describe the run and are fields of `Run`, under the same name.
 SETTINGS = {one.name for one in fields(Run)} - {"gpu", "link", "network", "mesh", "adapter", "traits", "devices"}

@@ -58,6 +58,9 @@ class SystemTraits:
     recomputes_cheap: bool = False
     # Steps that wait for the host may be replayed as CUDA graphs (`train.cuda_graphs`).
     cuda_graphs: bool = False
+    # Every layer is replayed as a CUDA graph, so that the device does not wait for the host (Megatron's
+    # `--enable-cuda-graph`, `--external-cuda-graph` and, since 2026, `--cuda-graph-impl`).
+    graphs_layers: bool = False
     # Tokens whose logits a fused loss holds at a time; 0: it is a chunked loss. `liger`: as many as make logits as
     # large as the hidden states, rounded up to a power of two. `4 GiB`: as many as have logits of that size in fp32, in
     # one part, or in equal parts whose number is a multiple of four, each in one compiled kernel.
