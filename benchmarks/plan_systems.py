@@ -250,6 +250,8 @@ NEAREST: dict[str, SystemTraits] = {
         fused_rotary=True,
         loss_kernel="always",
     ),
+    # Thunder's benchmark of its models, in bf16 with fp8 matmuls: setup_model in thunder/benchmarks/benchmark_litgpt.py.
+    "litgpt-fp8": replace(TRAITS["litgpt"], narrow_weights=True),
     # Without fp32 gradients: "grad_accum_dtype": "bf16" in its ds_config.json, or before it had the BF16_Optimizer.
     "megatron-deepspeed-narrow": replace(
         TRAITS["megatron-deepspeed"], wide_gradients=False, keeps_added_gradients=False
@@ -263,7 +265,7 @@ NEAREST: dict[str, SystemTraits] = {
     # NeMo from 24.01 to 24.07: NVTE_FUSED_ATTN: 0 in launcher_scripts/conf/config.yaml of NeMo-Framework-Launcher
     # leaves flash attention 2, "until we've tested it more"; and where scripts set it, as two of dgxc-benchmarking's.
     "nemo-flash2": replace(TRAITS["nemo"], flash2=True),
-    # With CUDA graphs: --cuda_graphs true in nemotron/launch.sh of dgxc-benchmarking on GB200, and MCORE_CUDA_GRAPH=1 in
+    # With CUDA graphs: --cuda_graphs true in nemotron/launch.sh of dgxc-benchmarking on GB200, MCORE_CUDA_GRAPH=1 in
     # configs of MLPerf's LoRA.
     "nemo-graphs": replace(TRAITS["nemo"], graphs_layers=True),
     # NeMo with ub_tp_comm_overlap: False.

@@ -1,4 +1,4 @@
-"""How long the host takes to launch what a device then waits for: by its CPU, by what it launches, and by when it may."""
+"""How long the host takes to launch what a device waits for: by its CPU, by what it launches, and by when it may."""
 
 from dataclasses import replace
 

@@ -1,6 +1,7 @@
 """Seconds of attention, by the kernel that computes it."""
 
 from shoal.catalogue.attention import Path, attention_speed
+from shoal.catalogue.efficiency import efficiency
 from shoal.plan.kernels import STREAMED, Seconds, matmul_flops, matmul_seconds, reached_by
 from shoal.plan.run import Run
 
@@ -58,7 +59,9 @@ def _attention_to(run: Run, seen: float, path: Path) -> Seconds:
         dropout=run.attention_dropout,
         capability=run.gpu.compute_capability,
     )
-    flops = run.peak * reached.attention * flash2 if itemsize < 4 else matmul_flops(run, itemsize) * FP32_ATTENTION
+    # Flash attention 2, of 2023, did not become faster with later libraries.
+    share = efficiency(run.gpu).attention * flash2 if flash2 < 1 else reached.attention
+    flops = run.peak * share if itemsize < 4 else matmul_flops(run, itemsize) * FP32_ATTENTION
     both = (1 + BACKWARD_MATMULS) * work / (flops * min(1.0, long_heads) * biased * kernel)
     ahead = both / (1 + BACKWARD_SECONDS)
     return Seconds(ahead, both - ahead)

@@ -109,6 +109,8 @@ class SystemTraits:
     holds_outputs: Literal["", "step", "next"] = ""
     # 16-bit weights are in fp16, though `bf16-true` is what they are called here.
     half: bool = False
+    # With fp8 matmuls too, weights are in 16 bits, as they are with `bf16-true`.
+    narrow_weights: bool = False
     # The head is quantized like the matrices of blocks; else it keeps the compute dtype.
     quantizes_head: bool = False
     # Quantized matrices are dequantized to fp16 and then cast to bf16: two copies at a time (bitsandbytes before 0.43,
