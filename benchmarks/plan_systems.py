@@ -250,7 +250,7 @@ NEAREST: dict[str, SystemTraits] = {
         fused_rotary=True,
         loss_kernel="always",
     ),
-    # Thunder's benchmark of its models, in bf16 with fp8 matmuls: setup_model in thunder/benchmarks/benchmark_litgpt.py.
+    # Thunder's benchmark of its models, in bf16 with fp8 matmuls (thunder/benchmarks/benchmark_litgpt.py).
     "litgpt-fp8": replace(TRAITS["litgpt"], narrow_weights=True),
     # Without fp32 gradients: "grad_accum_dtype": "bf16" in its ds_config.json, or before it had the BF16_Optimizer.
     "megatron-deepspeed-narrow": replace(
