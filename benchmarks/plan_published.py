@@ -72,7 +72,7 @@ CONTAINERS = {
         "megatron-overlapped",
         "nemo",
     ),
-    *("nemo-flash2", "nemo-plain", "pax"),
+    *("nemo-flash2", "nemo-graphs", "nemo-plain", "pax"),
 }
 # Keys of a row that describe the run and are fields of `Run`, under the same name.
 SETTINGS = {one.name for one in fields(Run)} - {"gpu", "link", "network", "mesh", "adapter", "traits", "devices"}
@@ -223,7 +223,7 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
         for key, value in line.items()
         if key in SETTINGS and key not in OTHERS
     }
-    precision = line["precision"]
+    narrow = line["precision"] == "bf16-true" or traits.narrow_weights
     assert line["recompute"] in RECOMPUTE or isinstance(line["recompute"], int), line
     return Run(
         **{
@@ -236,7 +236,7 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
             "devices": line["per_node"],
             "mesh": Mesh(**line["mesh"]),
             "grad_accum_steps": line["accum"],
-            "reduce_bytes": 2 if precision == "bf16-true" or traits.masters_with_optimizer else 4,
+            "reduce_bytes": 2 if narrow or traits.masters_with_optimizer else 4,
             "adapter": adapter,
             "trained": Trained() if adapter is None else FROZEN,
             "traits": traits,

@@ -273,6 +273,9 @@ NEAREST: dict[str, SystemTraits] = {
     # NeMo from 24.01 to 24.07: NVTE_FUSED_ATTN: 0 in launcher_scripts/conf/config.yaml of NeMo-Framework-Launcher
     # leaves flash attention 2, "until we've tested it more"; and where scripts set it, as two of dgxc-benchmarking's.
     "nemo-flash2": replace(TRAITS["nemo"], flash2=True),
+    # With CUDA graphs: --cuda_graphs true in nemotron/launch.sh of dgxc-benchmarking on GB200, MCORE_CUDA_GRAPH=1 in
+    # configs of MLPerf's LoRA.
+    "nemo-graphs": replace(TRAITS["nemo"], graphs_layers=True),
     # NeMo with ub_tp_comm_overlap: False.
     "nemo-plain": replace(TRAITS["nemo"], overlaps_tensor=False),
     # flash-attn's norms and attention, an eager activation and loss (cast_to_fp32 in nanotron/models/llama.py), fp32
@@ -359,6 +362,7 @@ NEAREST: dict[str, SystemTraits] = {
     # benchmark_litgpt.py of Lightning Thunder: a model whose weights are in bf16 also where its matmuls are in fp8, and
     # FSDP2 where Thunder does not shard it.
     "thunder": replace(TRAITS["litgpt"], narrow_reduction=True, flat_parameters=False),
+    "thunder-fp8": replace(TRAITS["litgpt"], narrow_reduction=True, flat_parameters=False, narrow_weights=True),
     # GeminiPlugin: chunks of 16-bit weights that are gathered, fp32 masters in shards, Apex's norms.
     "colossal-gemini": replace(TRAITS["deepspeed"], unfused_norms=False, hooks_modules=False),
     # --overlap-grad-reduce, --overlap-param-gather, --no-gradient-accumulation-fusion, and a loss that is not fused.

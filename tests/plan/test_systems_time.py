@@ -375,6 +375,14 @@ def test_a_gelu_that_is_written_out_is_several_kernels():
     assert block_compute(mixed).elementwise.forward > 1.6 * block_compute(run).elementwise.forward
 
 
+def test_flash_attention_2_is_as_fast_with_earlier_libraries():
+    run = make_run("llama3-8b", "b200", traits=SYSTEMS["torchtitan"])
+    earlier = run.with_(traits=replace(run.traits, software=2025))
+    assert attention_seconds(earlier) == attention_seconds(run)
+    newer, before = (one.with_(traits=replace(one.traits, flash2=False)) for one in (run, earlier))
+    assert attention_seconds(newer).both == pytest.approx(0.9 * attention_seconds(before).both)
+
+
 def test_flash_attention_2_is_no_faster_on_blackwell_than_its_instructions():
     run = make_run("llama3-8b", "b200", micro_batch=1, length=16384, traits=replace(HUGGING_FACE, flash2=True))
     work = 3.5 * 4 * 16384 * (16384 / 2) * run.shape.query_width
@@ -385,6 +393,16 @@ def test_flash_attention_2_is_no_faster_on_blackwell_than_its_instructions():
     consumer = make_run("llama3-8b", "rtx5090", micro_batch=1, length=16384)  # which has no other kernel
     flash2 = consumer.with_(traits=replace(consumer.traits, flash2=True))
     assert attention_seconds(consumer) == attention_seconds(flash2)
+
+
+def test_fp8_matmuls_of_weights_in_16_bits_leave_the_step_as_short_as_without():
+    run = make_run("llama3-8b", "h100-80gb", traits=SYSTEMS["litgpt"], compiled=True, precision="fp8")
+    narrow, plain = run.with_(traits=replace(run.traits, narrow_weights=True)), run.with_(precision="bf16-true")
+    steps = [term(forecast_speed(one), "optimizer") for one in (run, narrow, plain)]
+    assert steps[1] == steps[2] < 0.45 * steps[0]
+    states = [optimizer_bytes(one, ranks_of(one)[0]) for one in (run, narrow, plain)]
+    assert states[1] == states[2] == states[0] / 2
+    assert block_compute(narrow).matmuls == block_compute(run).matmuls
 
 
 def test_pytorchs_own_kernels_do_not_reach_a_b200s_bandwidth():

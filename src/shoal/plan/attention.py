@@ -1,6 +1,7 @@
 """Seconds of attention, by the kernel that computes it."""
 
 from shoal.catalogue.attention import Path, attention_speed
+from shoal.catalogue.efficiency import efficiency
 from shoal.plan.eager import Kernel, kernel_seconds
 from shoal.plan.kernels import Seconds, matmul_flops, matmul_seconds, reached_by
 from shoal.plan.run import Run
@@ -70,7 +71,9 @@ def _attention_to(run: Run, seen: float, path: Path) -> Seconds:
     )
     small = run.gpu.compute_capability in SMALL and shape.head_size > 64
     wide = FP32_ATTENTION_SMALL if small else FP32_ATTENTION
-    flops = run.peak * reached.attention * flash2 if itemsize < 4 else matmul_flops(run, itemsize) * wide
+    # Flash attention 2, of 2023, did not become faster with later libraries.
+    share = efficiency(run.gpu).attention * flash2 if flash2 < 1 else reached.attention
+    flops = run.peak * share if itemsize < 4 else matmul_flops(run, itemsize) * wide
     both = (1 + BACKWARD_MATMULS) * work / (flops * min(1.0, long_heads) * biased * kernel)
     ahead = both / (1 + BACKWARD_SECONDS)
     return Seconds(ahead, both - ahead)

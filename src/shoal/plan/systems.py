@@ -107,7 +107,6 @@ MEGATRON = SystemTraits(
     casts_once=True,  # the same: both layouts by one kernel
     keeps_fp8_weights=True,  # the same: is_first_microbatch in megatron/core/extensions/transformer_engine.py
     fused_by_hand=True,  # megatron/core/fusions; Transformer Engine's layers
-    launches_modules=True,  # --enable-cuda-graph is off unless it is given
     # --overlap-grad-reduce and --overlap-param-gather are off unless they are given: megatron/training/arguments.py.
     overlaps_gradients=False,
     even_stages=True,  # get_num_layers_to_build in megatron/core/transformer/transformer_block.py
@@ -117,15 +116,10 @@ MEGATRON = SystemTraits(
     variable_lengths=True,  # PackedSeqParams: Transformer Engine's thd layout
     reentrant=True,  # CheckpointFunction in megatron/core/tensor_parallel/random.py
 )
-# Its recipes, also as Megatron Bridge: bf16_mixed() with grad_reduce_in_fp32=False, tp_comm_overlap, both overlaps of
-# data parallelism, and CUDA graphs where blocks are short.
+# Its recipes, also as Megatron Bridge: bf16_mixed() with grad_reduce_in_fp32=False, tp_comm_overlap, and both overlaps
+# of data parallelism.
 NEMO = replace(
-    MEGATRON,
-    wide_gradients=False,
-    overlaps_tensor=True,
-    overlaps_gradients=True,
-    overlaps_weight_gather=True,
-    launches_modules=False,
+    MEGATRON, wide_gradients=False, overlaps_tensor=True, overlaps_gradients=True, overlaps_weight_gather=True
 )
 # Megatron-DeepSpeed: Megatron's model with DeepSpeed's ZeRO-1, which flattens fp16 gradients in its step; bf16 ones are
 # added up in fp32 by its BF16_Optimizer.
