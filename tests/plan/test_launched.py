@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from shoal.catalogue.gpus import GPUS
 from shoal.plan.host import host_seconds
 from shoal.plan.launched import block_operations
 from shoal.plan.speed import forecast_speed
@@ -68,6 +69,19 @@ def test_blocks_with_more_operations_wait_longer_for_the_host() -> None:
 
     assert host(run) == pytest.approx(32 * 2.0e-3)
     assert host(eager) == pytest.approx(32 * 2.0e-3 * 207 / 171)
+
+
+def test_the_cores_of_a_grace_take_longer_unless_blocks_are_graphs() -> None:
+    run = make_run("llama3-8b", "h200", length=16, micro_batch=1, compiled=False, traits=SYSTEMS["megatron"])
+    hosts = {name: host_seconds(run.with_(gpu=GPUS[name]), 32) for name in ("h200", "b200", "gh200", "gb200")}
+    assert hosts["h200"] == hosts["b200"]
+    assert [hosts[name] / hosts["h200"] for name in ("gh200", "gb200")] == pytest.approx([33.17 / 13.48, 37.08 / 13.48])
+
+    def waiting(**settings: Any) -> float:
+        step = forecast_speed(run.with_(gpu=GPUS["gb200"], compiled=True, **settings)).step
+        return sum(part.amount for part in step.parts if part.name == "kernel launch overhead")
+
+    assert waiting(cuda_graphs=True) == 0 < 0.1 < waiting() == waiting(cuda_graphs=False)
 
 
 def test_checkpointing_takes_the_host_almost_a_block_more_and_less_if_it_is_reentrant():

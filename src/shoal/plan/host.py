@@ -39,6 +39,9 @@ ZERO3_HOST, ZERO3_GATHERING_HOST = 0.39e-3, 0.52e-3
 FSDP_HOST = 2.6e-3
 # Autocast launches a cast for every weight, input and bias of a linear layer, and for their gradients.
 AUTOCAST_HOST = 1.5
+# How much longer the cores of a Grace take: a linear layer of PyTorch takes the host 33.2 microseconds on a GH200 and
+# 37.1 on a GB200, where a Xeon of a DGX H100 takes 13.5 (NVIDIA/TransformerEngine, issue 2053).
+GRACE_HOST = {"nvlink-c2c": 33.17 / 13.48, "nvlink-c2c-shared": 37.08 / 13.48}
 # What a forward pass without autograd adds to that, as of a reference model; and activation checkpointing: reentrant it
 # is such a pass, and otherwise every saved tensor goes through hooks in Python. Measured on blocks of a Llama with and
 # without adapters, on the host of an H200: benchmarks/gpu/trainer_h200.
@@ -53,6 +56,10 @@ OPTIMIZER_HOST = {"adamw8bit": 0.09e-3, "adafactor": 0.45e-3}
 
 def host_seconds(run: Run, blocks: int) -> float:
     """Host time to launch the kernels of a micro-batch, forward and backward."""
+    return _on_x86(run, blocks) * GRACE_HOST.get(run.gpu.host_link.name, 1.0)
+
+
+def _on_x86(run: Run, blocks: int) -> float:
     if run.compiled and not run.traits.liger_kernels:
         return (COMPILED_BLOCK_HOST + _unit_hooks(run)) * blocks
     block = EAGER_BLOCK_HOST
@@ -112,4 +119,5 @@ def step_host_seconds(run: Run, blocks: int, device: float) -> float:
     else:
         tensors, each = (len(linears(run.shape, joined=run.traits.fused_qkv)) + 2) * blocks, TENSOR_HOST
     launched = tensors * OPTIMIZER_HOST.get(run.optimizer, 0.0)
-    return STEP_HOST + tensors * each + max(0.0, launched - device)
+    slower = GRACE_HOST.get(run.gpu.host_link.name, 1.0)
+    return slower * (STEP_HOST + tensors * each) + max(0.0, slower * launched - device)

@@ -119,7 +119,9 @@ def _micro_batch(run: Run, rank: Rank) -> Term:
         compute.append(leaf("reference forward pass", ahead))
         ahead *= 2
     back = block.backward * blocks * passed + (loss.backward if loss else 0.0)
-    host = 0.0 if run.gpu.is_cpu or replays_graphs(run) else host_seconds(run, blocks)
+    # Megatron may replay each block as a graph (`--enable-cuda-graph`).
+    graphs = replays_graphs(run) or (run.traits.fused_by_hand and run.cuda_graphs is True)
+    host = 0.0 if run.gpu.is_cpu or graphs else host_seconds(run, blocks)
     waiting = leaf("kernel launch overhead", max(0.0, host - ahead - back))
     copied = leaf("exposed activation transfer", activation_transfer(run, block) * blocks)
     exposed, hidden = _sharding(run, rank, ahead, back)
