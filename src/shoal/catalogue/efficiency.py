@@ -78,9 +78,11 @@ MULTIPROCESSORS: dict[str, int] = {
     "rtx5090": 170,
     "rtx-pro-6000": 188,
     # Compute units, of one die of an MI250.
+    "mi210": 104,
     "mi250": 104,
     "mi300x": 304,
     "mi325x": 304,
+    "mi350x": 256,
     "mi355x": 256,
 }
 
@@ -154,8 +156,11 @@ MATMULS: dict[str, tuple[float, float | None]] = {
     "b200": (1640.0, 63.6),
     "b300": (1698.0, None),
     "gb200": (1749.0, None),
+    "mi210": (127.5, 33.4),
     # On an MI210, which has one of its two dies and about half of its power.
     "mi250": (127.5, 33.4),
+    # 1,104 and 1,206 with 8,192 rows and columns, by torch.matmul and F.linear [19].
+    "mi350x": (1155.0, None),
     "mi355x": (1502.0, None),
 }
 # TFLOP/s of typical bf16 matmuls, of which training reaches all. On an MI325X 616 over ten shapes of DeepSeek V3, 650
@@ -168,8 +173,8 @@ TYPICAL: dict[str, float] = {"mi300x": 546.0, "mi325x": 650.0}
 # those, power or software, limits them too.
 FP8: dict[str, float] = {"h20": 0.76, "gh200": 0.69, "b200": 0.68, "b300": 0.67, "gb200": 0.65}
 # On an MI300X 1,023 TFLOP/s in LoRA of Llama 2 70B, 1,040 without what the inner dimensions cost [17]; an MI325X as
-# much more as its best, 1,519 of 1,273 [16]; an MI355X by the rule of the others: 3,273 at best [18].
-FP8 |= {"mi300x": 0.398, "mi325x": 0.475, "mi355x": 0.58}
+# much more as its best, 1,519 of 1,273 [16]; an MI355X by the rule of the others: 3,273 at best [18], and an MI350X at its ratio to bf16.
+FP8 |= {"mi300x": 0.398, "mi325x": 0.475, "mi350x": 0.487, "mi355x": 0.58}
 FP8_RATIO, FP8_MOST = 0.89, 0.62
 # Ada's and Blackwell's workstation parts reach 0.99 of the share of 16-bit ones: a 4090 and an RTX PRO 6000 [9].
 WORKSTATION_FP8 = 0.99
@@ -190,6 +195,8 @@ ATTENTION: dict[str, tuple[float, int]] = {
     "mi300x": (432.0, 430),
     "mi325x": (514.0, 430),
     "mi355x": (814.0, 450),
+    # At the MI355X's ratio to matmuls.
+    "mi350x": (626.0, 450),
 }
 # Elsewhere, relative to matmuls: flash attention 2 as on a 4090 (an A5000 and a 3090 confirm it), the memory-efficient
 # kernel before Ampere, and on an MI250 the ratio of flash attention 2 on an H100.
