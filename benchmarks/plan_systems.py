@@ -487,7 +487,13 @@ NEAREST: dict[str, SystemTraits] = {
     # The loop of ETH's Large-Scale AI Engineering: torchtitan's model as it was first, in bf16, logits cast to fp32,
     # torch.optim.AdamW with `fused` false, and DDP with PyTorch's defaults.
     "lsai": replace(
-        TRAITS["by-hand"], repeats_keys=True, flash2=True, foreach_step=True, copies_to_buckets=True, logit_bytes=14.0
+        TRAITS["by-hand"],
+        complex_rotary=True,
+        repeats_keys=True,
+        flash2=True,
+        foreach_step=True,
+        copies_to_buckets=True,
+        logit_bytes=14.0,
     ),
     # A loop around transformers' models, sharded by DTensors with the loss on sharded logits; AdamW with `foreach`
     # false, and the flash-attn package.

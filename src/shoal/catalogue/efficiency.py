@@ -173,7 +173,8 @@ TYPICAL: dict[str, float] = {"mi300x": 546.0, "mi325x": 650.0}
 # those, power or software, limits them too.
 FP8: dict[str, float] = {"h20": 0.76, "gh200": 0.69, "b200": 0.68, "b300": 0.67, "gb200": 0.65}
 # On an MI300X 1,023 TFLOP/s in LoRA of Llama 2 70B, 1,040 without what the inner dimensions cost [17]; an MI325X as
-# much more as its best, 1,519 of 1,273 [16]; an MI355X by the rule of the others: 3,273 at best [18], and an MI350X at its ratio to bf16.
+# much more as its best, 1,519 of 1,273 [16]; an MI355X by the rule of the others, 3,273 at best [18], and an MI350X at
+# its ratio to bf16.
 FP8 |= {"mi300x": 0.398, "mi325x": 0.475, "mi350x": 0.487, "mi355x": 0.58}
 FP8_RATIO, FP8_MOST = 0.89, 0.62
 # Ada's and Blackwell's workstation parts reach 0.99 of the share of 16-bit ones: a 4090 and an RTX PRO 6000 [9].

@@ -119,6 +119,11 @@ def _norms(run: Run) -> tuple[list[Kernel], list[Kernel]]:
     return ahead, behind
 
 
+def has_complex_rotary(run: Run) -> bool:
+    """Whether rotary embeddings are a product of complex numbers."""
+    return run.traits.complex_rotary and not has_head_norms(run)
+
+
 def _rotary(run: Run) -> tuple[list[Kernel], list[Kernel]]:
     """Rotary embeddings of queries and keys, whose heads are transposed, and the transposed output of attention."""
     shape, itemsize, tp = run.shape, run.compute_bytes, run.mesh.tp
@@ -134,6 +139,12 @@ def _rotary(run: Run) -> tuple[list[Kernel], list[Kernel]]:
     if run.traits.fused_rotary:
         turned = [Kernel((shape.query_width + shape.kv_width) / tp, 2 * run.layer_bytes, fused=True)]
         return copied + turned + out, turned + out
+    if has_complex_rotary(run):
+        # Cast to fp32, multiplied pair by pair with numbers that all heads share, and cast back; backward the same.
+        rotated = (shape.query_width + shape.kv_width) / tp
+        product, cast = Kernel(rotated / 2, 16, unrolled=True), run.layer_bytes + 4
+        casts = [Kernel(rotated, cast, unrolled=True), Kernel(rotated, cast)] if run.layer_bytes < 4 else []
+        return [*copied, *casts, product, *out], [*casts, product, *out]
     # Multiplied with cosines and sines in the dtype of the residual stream under autocast.
     wide = max(run.layer_bytes, run.residual_bytes if run.in_autocast else 0)
     heads = (shape.query_width + shape.kv_width) / tp

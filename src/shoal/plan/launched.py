@@ -8,6 +8,7 @@ GPT-NeoX. tests/plan/test_launched.py counts them again.
 from shoal.catalogue.architectures import architecture_of
 from shoal.plan.activations import has_head_norms
 from shoal.plan.blocks import linears
+from shoal.plan.eager import has_complex_rotary
 from shoal.plan.run import Run
 
 LLAMA_OPERATIONS = 171
@@ -18,6 +19,8 @@ LINEAR, BIAS = 6, 1.5
 WRITTEN_OUT_NORM, NORM = 25, 2
 # Of queries and keys: halves that are cut, negated and joined, two products and a sum.
 ROTARY = 45
+# The same as complex numbers: views of the fp32 copies, a product, and back. Counted on torchtitan's own function.
+COMPLEX_ROTARY = 23
 # The activation function, the product with the gate, and the sum of two gradients; or one kernel in each pass; or GELU
 # operation by operation.
 GATED, ACTIVATION, WRITTEN_OUT_ACTIVATION = 6, 2, 28
@@ -37,7 +40,7 @@ def block_operations(run: Run) -> float:
     written_out = traits.rms_norm and run.traits.unfused_norms
     found = LINEAR * layers + BIAS * biases + norms * (WRITTEN_OUT_NORM if written_out else NORM) + OTHERS
     if traits.rotary:
-        found += ROTARY
+        found += COMPLEX_ROTARY if has_complex_rotary(run) else ROTARY
     if run.writes_out_gelu or run.writes_out_erf:
         found += WRITTEN_OUT_ACTIVATION
     else:

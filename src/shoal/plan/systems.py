@@ -23,6 +23,7 @@ OURS = SystemTraits(
     copies_sequences="batched",  # parallel/collectives.py
 )
 TORCHTITAN = SystemTraits(
+    complex_rotary=True,
     repeats_keys=True,
     flash2=True,
     ring_attention=True,

@@ -147,6 +147,9 @@ class SystemTraits:
     multiplies_again: bool = False
     # Rotary embeddings are one kernel, compiled or not, rather than several.
     fused_rotary: bool = False
+    # Rotary embeddings are a product of complex numbers in fp32, except in models with norms of queries and keys:
+    # apply_rotary_emb in torchtitan/models/llama3, after Meta's own code.
+    complex_rotary: bool = False
     # These adapters are in the dtype of the frozen weights after all: PEFT before 0.12, and where a script casts them.
     # `quantized`: in 16 bits, with their optimizer state, if the weights are quantized, as TRL's SFTTrainer casts them.
     narrow_adapters: bool | Literal["quantized"] = False
