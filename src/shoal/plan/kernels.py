@@ -2,11 +2,16 @@
 
 from dataclasses import dataclass
 
-from shoal.catalogue.efficiency import CORRECTING, MULTIPROCESSORS, Efficiency, efficiency, relative_rate
+from shoal.catalogue.efficiency import (
+    CORRECTING,
+    FP32_MATMULS,
+    MULTIPROCESSORS,
+    Efficiency,
+    efficiency,
+    relative_rate,
+)
 from shoal.plan.run import Run
 
-# Matmuls in fp32, which do not use tensor cores, reach more of their lower peak.
-FP32_MATMULS = 1.1
 # Elements of the output that a multiprocessor computes at a time, 128 × 256, and inner dimensions from which on several
 # multiprocessors share a tile. When the last tiles are computed, some multiprocessors wait: as if there were a third of
 # a wave of tiles more. The shares of the peak are those of twenty waves and more.
@@ -38,9 +43,6 @@ CONTIGUOUS = 0.87
 # The same of data center devices with GDDR memory, whose error correction is in the memory itself: an L4's copies reach
 # 0.78, where a 4090's, without it, reach 0.91 (chsasank/device-benchmarks).
 CORRECTED = 0.78
-# Bytes per second and multiprocessor of those that load 16-bit elements one by one, on the same H200: casts to fp32,
-# sums of two dtypes, and dropout.
-UPCAST_RATE, MIXED_RATE, DROPOUT_RATE = 2.1e12 / 132, 2.6e12 / 132, 3.0e12 / 132
 
 
 @dataclass(frozen=True)
