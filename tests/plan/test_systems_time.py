@@ -201,8 +201,8 @@ def test_the_host_goes_on_while_the_device_waits_for_collectives():
 
 def test_megatrons_modules_take_the_host_longer_than_compiled_blocks():
     run = make_run("gpt2", traits=MEGATRON, micro_batch=1, length=64, compiled=True)
-    assert launched(run) == pytest.approx(12 * 3.8e-3)
-    assert launched(run.with_(traits=SYSTEMS["nemo"])) == pytest.approx(12 * 2.2e-3)
+    assert launched(run) == pytest.approx(12 * 3.8e-3, rel=0.01)
+    assert launched(run.with_(traits=replace(MEGATRON, software=2021))) == pytest.approx(12 * 2.2e-3)
 
 
 def test_layers_that_return_fp32_move_more_bytes():
