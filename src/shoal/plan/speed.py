@@ -9,7 +9,7 @@ from shoal.plan.communication import Group, collective_seconds, contention, expo
 from shoal.plan.compute import block_compute, head_seconds, optimizer_seconds
 from shoal.plan.copies import block_collectives, shard_copies
 from shoal.plan.host import host_seconds, step_host_seconds
-from shoal.plan.kernels import STREAMED, bandwidth
+from shoal.plan.kernels import bandwidth, streamed_bandwidth
 from shoal.plan.layout import Rank, count, different_ranks, ranks_of, stages_each
 from shoal.plan.model_parallel import model_parallel
 from shoal.plan.offload import activation_transfer, offloaded_state, steps_on_host
@@ -146,7 +146,7 @@ def _accumulation(run: Run, rank: Rank) -> float:
     if run.sharded and not run.accumulates_unsharded and run.mesh.pp == 1:
         held /= run.shards
     # A sum of long tensors streams; what a matmul adds is part of its epilogue.
-    rate = bandwidth(run) if run.traits.accumulates_in_matmuls else run.gpu.memory_bandwidth * STREAMED
+    rate = bandwidth(run) if run.traits.accumulates_in_matmuls else streamed_bandwidth(run)
     return held * moved / rate * (1 - 1 / run.grad_accum_steps)
 
 
@@ -251,7 +251,7 @@ def _gradient_all_reduce(run: Run, rank: Rank, trained: float) -> list[Term]:
     # Gradients are copied into buckets, and from there back, unless they are views of them.
     copied = _bucket_copies(run, trained)
     if run.traits.copies_to_buckets and run.data_parallelism.ddp:
-        copied = 4 * size / (run.gpu.memory_bandwidth * STREAMED)
+        copied = 4 * size / streamed_bandwidth(run)
     updates = 0.0
     if run.traits.shares_muon and run.optimizer == "muon":
         matrices = rank.blocks * sum(one.parameters for one in linears(run.shape))
@@ -290,7 +290,7 @@ def _bucket_copies(run: Run, trained: float) -> float:
     if not (run.traits.bucket_elements and run.data_parallelism.shards_optimizer):
         return 0.0
     moved = (6 if run.traits.all_reduces else 4) * trained * run.reduced_bytes
-    return moved / (run.gpu.memory_bandwidth * STREAMED)
+    return moved / streamed_bandwidth(run)
 
 
 def _weight_gather(run: Run, rank: Rank, trained: float) -> list[Term]:

@@ -24,6 +24,7 @@ OURS = SystemTraits(
 )
 TORCHTITAN = SystemTraits(
     repeats_keys=True,
+    rotary="complex",
     flash2=True,
     ring_attention=True,
     copies_sequences="always",  # torchtitan's pull request 437
@@ -36,7 +37,14 @@ TORCHTITAN = SystemTraits(
 # (pytorch's pull requests 153666 and 158716).
 TORCHTITAN_2025 = replace(TORCHTITAN, loss_kernel="compiled", unfused_norms=False)
 # compile_loss in torchtune/training/_compile.py; custom_sharded_layers in recipes/configs/llama3_1/*_full.yaml.
-TORCHTUNE = SystemTraits(repeats_keys=True, chunks="upcast", flash2=True, separate_head_unit="trained", dtensors=True)
+TORCHTUNE = SystemTraits(
+    repeats_keys=True,
+    rotary="pairs",
+    chunks="upcast",
+    flash2=True,
+    separate_head_unit="trained",
+    dtensors=True,  # base_llama_tp_plan in torchtune/models/llama3/_parallelism.py
+)
 KEMPNERFORGE = SystemTraits(repeats_keys=True, logit_bytes=18.0)
 # Lightning's plugin quantizes every linear layer, from fp16 (fabric/plugins/precision/bitsandbytes.py).
 LITGPT = SystemTraits(
@@ -107,7 +115,6 @@ MEGATRON = SystemTraits(
     casts_once=True,  # the same: both layouts by one kernel
     keeps_fp8_weights=True,  # the same: is_first_microbatch in megatron/core/extensions/transformer_engine.py
     fused_by_hand=True,  # megatron/core/fusions; Transformer Engine's layers
-    launches_modules=True,  # --enable-cuda-graph is off unless it is given
     # --overlap-grad-reduce and --overlap-param-gather are off unless they are given: megatron/training/arguments.py.
     overlaps_gradients=False,
     even_stages=True,  # get_num_layers_to_build in megatron/core/transformer/transformer_block.py
@@ -117,15 +124,10 @@ MEGATRON = SystemTraits(
     variable_lengths=True,  # PackedSeqParams: Transformer Engine's thd layout
     reentrant=True,  # CheckpointFunction in megatron/core/tensor_parallel/random.py
 )
-# Its recipes, also as Megatron Bridge: bf16_mixed() with grad_reduce_in_fp32=False, tp_comm_overlap, both overlaps of
-# data parallelism, and CUDA graphs where blocks are short.
+# Its recipes, also as Megatron Bridge: bf16_mixed() with grad_reduce_in_fp32=False, tp_comm_overlap, and both overlaps
+# of data parallelism.
 NEMO = replace(
-    MEGATRON,
-    wide_gradients=False,
-    overlaps_tensor=True,
-    overlaps_gradients=True,
-    overlaps_weight_gather=True,
-    launches_modules=False,
+    MEGATRON, wide_gradients=False, overlaps_tensor=True, overlaps_gradients=True, overlaps_weight_gather=True
 )
 # Megatron-DeepSpeed: Megatron's model with DeepSpeed's ZeRO-1, which flattens fp16 gradients in its step; bf16 ones are
 # added up in fp32 by its BF16_Optimizer.
@@ -133,8 +135,9 @@ MEGATRON_DEEPSPEED = replace(
     MEGATRON, accumulates_in_matmuls=False, flattens_gradients=True, keeps_added_gradients=True
 )
 # The Hugging Face Trainer with TRL's defaults: an fp32 model under autocast (create_model_from_path in
-# trl/trainer/utils.py), packing by position ids, a loss in parts of 256 tokens that are checkpointed (_chunk in
-# trl/trainer/sft_trainer.py, the default since June 2026), and 16-bit adapters of quantized layers (the same file).
+# trl/trainer/utils.py), packing by position ids, a loss in parts whose logits are computed again in the backward pass
+# (the default since June 2026; in version 1.15 tiles of 4,096 tokens and 32,768 columns, trl/kernels), and 16-bit
+# adapters of quantized layers (trl/trainer/sft_trainer.py).
 TRL = replace(HUGGING_FACE, variable_lengths=True, wide_base=True, chunks="recomputed", narrow_adapters="quantized")
 # The Trainer with a model in bf16 (torch_dtype in axolotl/utils/config), which leaves autocast nothing to cast, the
 # flash-attn package (`flash_attention: true` in its examples), multipack by cumulative lengths, and kernels for

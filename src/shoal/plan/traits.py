@@ -17,8 +17,6 @@ class SystemTraits:
     # `compiled` means kernels that are fused by hand, as Transformer Engine's: residual adds are kernels of their own,
     # and queries are copied out of the output of the matmul.
     fused_by_hand: bool = False
-    # Kernels that are fused by hand are launched by modules in Python, and not replayed as CUDA graphs.
-    launches_modules: bool = False
     # Keys and values are repeated for every query head before attention, and saved like that.
     repeats_keys: bool = False
     # Padding is removed before attention and put back after it even where there is none, which copies what it reads and
@@ -60,6 +58,9 @@ class SystemTraits:
     recomputes_cheap: bool = False
     # Steps that wait for the host may be replayed as CUDA graphs (`train.cuda_graphs`).
     cuda_graphs: bool = False
+    # Every layer is replayed as a CUDA graph, so that the device does not wait for the host (Megatron's
+    # `--enable-cuda-graph`, `--external-cuda-graph` and, since 2026, `--cuda-graph-impl`).
+    graphs_layers: bool = False
     # Tokens whose logits a fused loss holds at a time; 0: it is a chunked loss. `liger`: as many as make logits as
     # large as the hidden states, rounded up to a power of two. `4 GiB`: as many as have logits of that size in fp32, in
     # one part, or in equal parts whose number is a multiple of four, each in one compiled kernel.
@@ -108,6 +109,8 @@ class SystemTraits:
     holds_outputs: Literal["", "step", "next"] = ""
     # 16-bit weights are in fp16, though `bf16-true` is what they are called here.
     half: bool = False
+    # With fp8 matmuls too, weights are in 16 bits, as they are with `bf16-true`.
+    narrow_weights: bool = False
     # The head is quantized like the matrices of blocks; else it keeps the compute dtype.
     quantizes_head: bool = False
     # Quantized matrices are dequantized to fp16 and then cast to bf16: two copies at a time (bitsandbytes before 0.43,
@@ -149,6 +152,10 @@ class SystemTraits:
     multiplies_again: bool = False
     # Rotary embeddings are one kernel, compiled or not, rather than several.
     fused_rotary: bool = False
+    # Else they rotate the halves of a head, as transformers does; or pairs of neighbours, in fp32: one of each pair at
+    # a time (RotaryPositionalEmbeddings in torchtune/modules/position_embeddings.py), or as complex numbers
+    # (apply_rotary_emb in torchtitan/models/llama3/model.py). All of them rotate the halves of Qwen's heads.
+    rotary: Literal["halves", "pairs", "complex"] = "halves"
     # These adapters are in the dtype of the frozen weights after all: PEFT before 0.12, and where a script casts them.
     # `quantized`: in 16 bits, with their optimizer state, if the weights are quantized, as TRL's SFTTrainer casts them.
     narrow_adapters: bool | Literal["quantized"] = False
