@@ -213,6 +213,12 @@ def test_dtensors_dispatch_every_operation_in_python():
         assert len(found) == 1
 
 
+def test_megatrons_modules_take_the_host_longer_than_compiled_blocks():
+    run = make_run("gpt2", traits=MEGATRON, micro_batch=1, length=64, compiled=True)
+    assert launched(run) == pytest.approx(12 * 3.8e-3, rel=0.01)
+    assert launched(run.with_(traits=replace(MEGATRON, software=2021))) == pytest.approx(12 * 2.2e-3)
+
+
 def test_layers_that_return_fp32_move_more_bytes():
     plain = adapted(quantize="nf4", micro_batch=4, length=4096)
     assert plain.adapter is not None
@@ -454,6 +460,10 @@ def test_eager_kernels_stream_their_bytes_or_compute_an_address_for_each_element
     card = [block_compute(one.with_(gpu=GPUS["a6000"])).elementwise for one in (run, fused)]
     streamed = elements * ((18 + 18) / 0.9 - 4 / 0.76) / 768e9
     assert card[0].forward - card[1].forward == pytest.approx(streamed, rel=0.02)
+    # A compute unit of AMD's issues for half as many lanes: 403e9 elements a second on an MI300X.
+    amd = [block_compute(one.with_(gpu=GPUS["mi300x"])).elementwise for one in (run, fused)]
+    slower = elements * (3 / 403e9 + 18 / (0.8 * 5.3e12) - 4 / (0.64 * 5.3e12))
+    assert amd[0].forward - amd[1].forward == pytest.approx(slower, rel=0.02)
 
 
 def test_matmuls_between_eager_kernels_are_faster_where_power_limits_compiled_ones():

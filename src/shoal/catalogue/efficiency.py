@@ -78,6 +78,13 @@ MULTIPROCESSORS: dict[str, int] = {
     "rtx5080": 84,
     "rtx5090": 170,
     "rtx-pro-6000": 188,
+    # Compute units, of one die of an MI250.
+    "mi210": 104,
+    "mi250": 104,
+    "mi300x": 304,
+    "mi325x": 304,
+    "mi350x": 256,
+    "mi355x": 256,
 }
 
 
@@ -160,16 +167,26 @@ MATMULS: dict[str, tuple[float, float | None]] = {
     "b200": (1640.0, 63.6),
     "b300": (1698.0, None),
     "gb200": (1749.0, None),
+    "mi210": (127.5, 33.4),
     # On an MI210, which has one of its two dies and about half of its power.
     "mi250": (127.5, 33.4),
-    "mi300x": (642.0, None),
-    "mi325x": (754.0, None),
+    # 1,104 and 1,206 with 8,192 rows and columns, by torch.matmul and F.linear [23].
+    "mi350x": (1155.0, None),
     "mi355x": (1502.0, None),
 }
+# TFLOP/s of typical bf16 matmuls, of which training reaches all. On an MI325X 616 over ten shapes of DeepSeek V3, 650
+# without what their inner dimensions cost, where the best shape reaches 831 [19]. An MI300X as much less as its best,
+# 708 of 843 [20]: 546, as much as Llama's shapes were measured to reach with ROCm 6.2 [13]. The same of fp8 matmuls
+# would be 1,011, and in training they reach 1,040 [21].
+TYPICAL: dict[str, float] = {"mi300x": 546.0, "mi325x": 650.0}
 # The same of fp8 matmuls, as shares of the peak: 0.93 × 0.96 of the best size [1]. Elsewhere 0.89 of what 16-bit ones
 # reach, as on an H100, but at most as much as on an H200, unless multiprocessors are as slow as the H20's: what limits
 # those, power or software, limits them too.
 FP8: dict[str, float] = {"h20": 0.76, "gh200": 0.69, "b200": 0.68, "b300": 0.67, "gb200": 0.65}
+# On an MI300X 1,023 TFLOP/s in LoRA of Llama 2 70B, 1,040 without what the inner dimensions cost [21]; an MI325X as
+# much more as its best, 1,519 of 1,273 [20]; an MI355X by the rule of the others, 3,273 at best [22], and an MI350X at
+# its ratio to bf16.
+FP8 |= {"mi300x": 0.398, "mi325x": 0.475, "mi350x": 0.487, "mi355x": 0.58}
 FP8_RATIO, FP8_MOST = 0.89, 0.62
 # Ada's and Blackwell's workstation parts reach 0.99 of the share of 16-bit ones: a 4090 and an RTX PRO 6000 [9].
 WORKSTATION_FP8 = 0.99
@@ -184,11 +201,14 @@ ATTENTION: dict[str, tuple[float, int]] = {
     "b200": (1150.0, 470),
     "b300": (1190.0, 470),
     "gb200": (1225.0, 470),
-    # AMD's own kernels, of 2025: causal, 1,024 to 10,240 tokens, the backward pass with fp32 sums [10]. An MI325X at
-    # the MI300X's ratio to matmuls.
-    "mi300x": (515.0, 430),
-    "mi325x": (605.0, 430),
-    "mi355x": (970.0, 450),
+    # AMD's own kernels, of 2025: causal, 1,024 to 10,240 tokens, the backward pass with fp32 sums. Alone they reach 515
+    # on an MI300X and 970 on an MI355X [10]; in training of Llama 2 70B on an MI300X 391 with 8,192 tokens, 0.84 of it
+    # [21]. An MI325X at the MI300X's ratio to matmuls.
+    "mi300x": (432.0, 430),
+    "mi325x": (514.0, 430),
+    "mi355x": (814.0, 450),
+    # At the MI355X's ratio to matmuls.
+    "mi350x": (626.0, 450),
 }
 # Elsewhere, relative to matmuls: flash attention 2 as on a 4090 (an A5000 and a 3090 confirm it), the memory-efficient
 # kernel before Ampere, and on an MI250 the ratio of flash attention 2 on an H100.
@@ -220,16 +240,16 @@ _OLD_BLACKWELL: dict[int, float] = {2025: 0.9}
 # and 158).
 CDNA3 = frozenset({"mi300x", "mi325x"})
 _COMPOSABLE_KERNEL, _ASSEMBLY_SINCE, _TRANSFORMER_ENGINE_SINCE = 230e12, 2026, 2025
-# Matmuls by the year of ROCm. Before 6.2, which is that of PyTorch 2.5, they reached 450 TFLOP/s where they reach 668
-# with PyTorch's TunableOp [1]; 6.2 without it 493 with an inner dimension of 1,280 and 546 with 8,192, 0.9 of it [13].
-_OLD_ROCM_MATMULS: dict[int, float] = {2023: 450 / 668, 2024: 0.9, 2025: 0.9}
+# Before ROCm 6.2, which is that of PyTorch 2.5, large matmuls reached 450 TFLOP/s where they reach 668 with PyTorch's
+# TunableOp [1].
+_OLD_ROCM_MATMULS: dict[int, float] = {2023: 450 / 668}
 # In 2024 fp8 matmuls were no faster than 16-bit ones: 207 TFLOP/s by Transformer Engine [13], 110 by PyTorch [14].
 _ROCM_FP8_SINCE = 2025
 
 
 def _published(name: str) -> Efficiency:
     """From the speeds of matmuls and attention that were published for this device."""
-    gpu, (matmuls, fp32) = GPUS[name], MATMULS[name]
+    gpu, (matmuls, fp32) = GPUS[name], MATMULS.get(name) or (TYPICAL[name] / IN_TRAINING, None)
     peak, capability = (gpu.bf16 or gpu.fp16) / 1e12, gpu.compute_capability
     ratio = AMD if capability is None else FLASH if capability >= (8, 0) else EFFICIENT
     attention, half_keys = ATTENTION.get(name, (ratio * matmuls, 200))
@@ -261,7 +281,7 @@ FAMILIES: dict[str, Efficiency] = {
     # 16-bit ones do on the H100 that is limited to 500 W.
     "gh200-120gb": replace(_LIMITED_HOPPER, bandwidth=0.64, fp8=0.48, half_keys=200),
     "h200": _HOPPER,
-    **{name: _published(name) for name in MATMULS},
+    **{name: _published(name) for name in (*MATMULS, *TYPICAL)},
 }
 # A device without an entry is like the one of its architecture that has one.
 _BY_CAPABILITY = {

@@ -49,6 +49,9 @@ FSDP_HOST = 2.6e-3
 DTENSOR_HOST, REPLICATED_DTENSOR_HOST = 4.6, 3.5
 # Autocast launches a cast for every weight, input and bias of a linear layer, and for their gradients.
 AUTOCAST_HOST = 1.5
+# How much longer the cores of a Grace take: a linear layer of PyTorch takes the host 33.2 microseconds on a GH200 and
+# 37.1 on a GB200, where a Xeon of a DGX H100 takes 13.5 (NVIDIA/TransformerEngine, issue 2053).
+GRACE_HOST = {"nvlink-c2c": 33.17 / 13.48, "nvlink-c2c-shared": 37.08 / 13.48}
 # What a forward pass without autograd adds to that, as of a reference model; and activation checkpointing: reentrant it
 # is such a pass, and otherwise every saved tensor goes through hooks in Python. Measured on blocks of a Llama with and
 # without adapters, on the host of an H200: benchmarks/gpu/trainer_h200.
@@ -59,16 +62,13 @@ FORWARD_HOST, HOOKED_HOST = 0.4, 0.9
 # of the Trainer on the host of an H200: benchmarks/gpu/trainer_h200/kernels.jsonl.
 STEP_HOST, TENSOR_HOST, ADAPTER_TENSOR_HOST = 4e-3, 0.02e-3, 0.08e-3
 OPTIMIZER_HOST = {"adamw8bit": 0.09e-3, "adafactor": 0.45e-3}
-# Grace, the CPU beside these devices, takes longer than the Xeon of a DGX H100: for the forward pass of nn.Linear 33.2
-# and 37.1 microseconds in place of 13.5 (NVIDIA/TransformerEngine, issue 2053).
-GRACE = {"gh200": 33.17 / 13.48, "gh200-120gb": 33.17 / 13.48, "gb200": 37.08 / 13.48}
 
 
 def host_seconds(run: Run, blocks: int) -> float:
     """Host time to launch the kernels of a micro-batch, forward and backward."""
     if run.traits.graphs_layers:
         return 0.0
-    return _launching(run, blocks) * GRACE.get(run.gpu.name, 1.0)
+    return _launching(run, blocks) * GRACE_HOST.get(run.gpu.host_link.name, 1.0)
 
 
 def _launching(run: Run, blocks: int) -> float:
@@ -147,6 +147,6 @@ def step_host_seconds(run: Run, blocks: int, device: float) -> float:
         tensors, each = 2 * len(adapted(run)) * blocks, ADAPTER_TENSOR_HOST
     else:
         tensors, each = (len(linears(run.shape, joined=run.traits.fused_qkv)) + 2) * blocks, TENSOR_HOST
-    slower = GRACE.get(run.gpu.name, 1.0)
+    slower = GRACE_HOST.get(run.gpu.host_link.name, 1.0)
     launched = tensors * OPTIMIZER_HOST.get(run.optimizer, 0.0) * slower
     return (STEP_HOST + tensors * each) * slower + max(0.0, launched - device)
