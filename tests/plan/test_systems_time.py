@@ -473,6 +473,16 @@ def test_the_trainer_waits_for_the_loss_and_its_host_prepares_the_step_meanwhile
     assert waited == pytest.approx(4e-3 + 32 * 9 * 0.02e-3 + max(0.0, launched), rel=0.01)
 
 
+def test_a_loss_scale_is_read_by_the_host_before_each_step():
+    traits = replace(SYSTEMS["autocast"], foreach_step=True)
+    run = make_run("gpt2", "t4", precision="16-mixed", traits=traits, compiled=False, loss="plain")
+    assert term(forecast_speed(run), "optimizer launch overhead") == pytest.approx(4e-3 + 12 * 6 * 0.02e-3)
+    # Neither in bf16, nor if the optimizer's kernel reads it.
+    fused = run.with_(traits=replace(traits, foreach_step=False))
+    for other in (fused, run.with_(precision="bf16-mixed", gpu=GPUS["l4"])):
+        assert term(forecast_speed(other), "optimizer launch overhead") == 0
+
+
 def test_composer_removes_padding_where_there_is_none():
     run = make_run("mpt-7b", "a100-80gb", traits=SYSTEMS["composer"], compiled=False)
     kept = run.with_(traits=replace(run.traits, unpads=False))
