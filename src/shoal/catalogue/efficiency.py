@@ -170,15 +170,14 @@ MATMULS: dict[str, tuple[float, float | None]] = {
     "mi210": (127.5, 33.4),
     # On an MI210, which has one of its two dies and about half of its power.
     "mi250": (127.5, 33.4),
-    # 1,104 and 1,206 with 8,192 rows and columns, by torch.matmul and F.linear [23].
-    "mi350x": (1155.0, None),
     "mi355x": (1502.0, None),
 }
 # TFLOP/s of typical bf16 matmuls, of which training reaches all. On an MI325X 616 over ten shapes of DeepSeek V3, 650
 # without what their inner dimensions cost, where the best shape reaches 831 [19]. An MI300X as much less as its best,
 # 708 of 843 [20]: 546, as much as Llama's shapes were measured to reach with ROCm 6.2 [13]. The same of fp8 matmuls
-# would be 1,011, and in training they reach 1,040 [21].
-TYPICAL: dict[str, float] = {"mi300x": 546.0, "mi325x": 650.0}
+# would be 1,011, and in training they reach 1,040 [21]. An MI350X in the shapes of Llama 70B 1,094 by torch.matmul and
+# 1,235 by F.linear [23]. (An MI355X reaches 1,404 in those of DeepSeek V3 [24], and 1,397 by the rule of the others.)
+TYPICAL: dict[str, float] = {"mi300x": 546.0, "mi325x": 650.0, "mi350x": 1165.0}
 # The same of fp8 matmuls, as shares of the peak: 0.93 × 0.96 of the best size [1]. Elsewhere 0.89 of what 16-bit ones
 # reach, as on an H100, but at most as much as on an H200, unless multiprocessors are as slow as the H20's: what limits
 # those, power or software, limits them too.
@@ -186,7 +185,7 @@ FP8: dict[str, float] = {"h20": 0.76, "gh200": 0.69, "b200": 0.68, "b300": 0.67,
 # On an MI300X 1,023 TFLOP/s in LoRA of Llama 2 70B, 1,040 without what the inner dimensions cost [21]; an MI325X as
 # much more as its best, 1,519 of 1,273 [20]; an MI355X by the rule of the others, 3,273 at best [22], and an MI350X at
 # its ratio to bf16.
-FP8 |= {"mi300x": 0.398, "mi325x": 0.475, "mi350x": 0.487, "mi355x": 0.58}
+FP8 |= {"mi300x": 0.398, "mi325x": 0.475, "mi350x": 0.528, "mi355x": 0.58}
 FP8_RATIO, FP8_MOST = 0.89, 0.62
 # Ada's and Blackwell's workstation parts reach 0.99 of the share of 16-bit ones: a 4090 and an RTX PRO 6000 [9].
 WORKSTATION_FP8 = 0.99
@@ -208,7 +207,7 @@ ATTENTION: dict[str, tuple[float, int]] = {
     "mi325x": (514.0, 430),
     "mi355x": (814.0, 450),
     # At the MI355X's ratio to matmuls.
-    "mi350x": (626.0, 450),
+    "mi350x": (679.0, 450),
 }
 # Elsewhere, relative to matmuls: flash attention 2 as on a 4090 (an A5000 and a 3090 confirm it), the memory-efficient
 # kernel before Ampere, and on an MI250 the ratio of flash attention 2 on an H100.
