@@ -62,6 +62,11 @@ FORWARD_HOST, HOOKED_HOST = 0.4, 0.9
 # of the Trainer on the host of an H200: benchmarks/gpu/trainer_h200/kernels.jsonl.
 STEP_HOST, TENSOR_HOST, ADAPTER_TENSOR_HOST = 4e-3, 0.02e-3, 0.08e-3
 OPTIMIZER_HOST = {"adamw8bit": 0.09e-3, "adafactor": 0.45e-3}
+# Between two kernels a device is idle for a moment, however long ago the second was launched: what step_ms has beside
+# busy_ms and between_ms in the same file, in runs that do not wait for their host. Compiled blocks are forecast from
+# runs that have these gaps. Kernels of an adapted layer: as above.
+GAP = 1.2e-6
+ADAPTER_KERNELS, NARROW_ADAPTER_KERNELS, OWN_ADAPTER_KERNELS = 25, 14, 10
 
 
 def host_seconds(run: Run, blocks: int) -> float:
@@ -69,6 +74,20 @@ def host_seconds(run: Run, blocks: int) -> float:
     if run.traits.graphs_layers:
         return 0.0
     return _launching(run, blocks) * GRACE_HOST.get(run.gpu.host_link.name, 1.0)
+
+
+def launch_gaps(run: Run, blocks: int) -> float:
+    """Seconds that the device is idle between the eager kernels of a micro-batch."""
+    if run.compiled or run.gpu.is_cpu:
+        return 0.0
+    kernels = block_operations(run)
+    if run.adapter is not None:
+        own = OWN_ADAPTER_KERNELS if run.fuses_adapters or not run.traits.peft else ADAPTER_KERNELS
+        kernels += (NARROW_ADAPTER_KERNELS if run.traits.peft and run.narrow_adapters else own) * len(adapted(run))
+    if run.traits.casts_per_use and run.mixed:
+        kernels *= AUTOCAST_HOST
+    passes = (3 + run.repeats_forward + run.reference_pass) / 3
+    return GAP * kernels * passes * blocks
 
 
 def _launching(run: Run, blocks: int) -> float:

@@ -8,7 +8,7 @@ from shoal.plan.blocks import linears
 from shoal.plan.communication import Group, collective_seconds, contention, exposed_reduction, rank_group, straggling
 from shoal.plan.compute import block_compute, head_seconds, optimizer_seconds
 from shoal.plan.copies import block_collectives, shard_copies
-from shoal.plan.host import host_seconds, step_host_seconds
+from shoal.plan.host import host_seconds, launch_gaps, step_host_seconds
 from shoal.plan.kernels import bandwidth, streamed_bandwidth
 from shoal.plan.layout import Rank, count, different_ranks, ranks_of, stages_each
 from shoal.plan.model_parallel import model_parallel
@@ -129,7 +129,7 @@ def _micro_batch(run: Run, rank: Rank) -> Term:
     host = 0.0 if run.gpu.is_cpu or replays_graphs(run) else host_seconds(run, blocks)
     awaited = in_blocks.amount + (0.0 if run.traits.hooks_modules else exposed.amount)
     device = ahead + back + copies.total + awaited
-    waiting = leaf("kernel launch overhead", max(0.0, host - device))
+    waiting = leaf("kernel launch overhead", max(launch_gaps(run, blocks), host - device))
     return group("micro-batch", *compute, waiting, copied, group("communication", exposed, in_blocks, slowed))
 
 
