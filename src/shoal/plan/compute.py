@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from shoal.catalogue.efficiency import relative_rate
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.shapes import parameters as count_parameters
-from shoal.plan import eager
+from shoal.plan import eager, recomputed_loss
 from shoal.plan.activations import selected_matmuls
 from shoal.plan.adapters import adapter_seconds, dequantization_seconds
 from shoal.plan.attention import attention_seconds
@@ -35,8 +35,6 @@ BIAS_TRAFFIC = 1
 # Bytes moved per logit by a compiled loss, in two kernels, or by our kernel.
 FUSED_LOGIT_TRAFFIC = 10
 KERNEL_LOGIT_TRAFFIC = 7
-# Tokens of a part of TRL's loss (_CHUNKED_LM_HEAD_CHUNK_SIZE in trl/trainer/sft_trainer.py).
-RECOMPUTED_ROWS = 256
 # Of a loss that is compiled as one graph with its model, and with the zeros of logits that it returns: on an H200 a
 # step of 32,768 tokens takes 2.0 ms more with it than with a sum, and then 1.1 ms (benchmarks/gpu/compiled_loss_h200).
 GRAPH_LOGIT_TRAFFIC, RETURNED_LOGIT_TRAFFIC = 8, 10
@@ -265,10 +263,6 @@ def head_seconds(run: Run) -> Seconds:
         back += max(slower * matmul_seconds(run, shape.hidden, tokens, columns), moved)
         if run.traits.sums_head_gradient:  # written, cast, and read once more
             back += summed * (2 * run.compute_bytes + 8) / eager_bandwidth(run)
-    if run.loss == "chunked" and run.traits.chunks == "recomputed" and run.traits.casts_per_use and run.mixed:
-        # TRL casts the head to fp32, and autocast back, for each part of 256 tokens, in either pass.
-        copied = tokens / RECOMPUTED_ROWS * shape.hidden * columns * (4 + run.compute_bytes)
-        ahead += copied / (run.gpu.memory_bandwidth * STREAMED)
     if parts > 1 and run.casts_weights and run.traits.liger_kernels:
         # Autocast does not keep its copy of a view, nor of a frozen weight, so that every part makes its own.
         copied = parts * shape.hidden * columns * (4 + run.compute_bytes) / (run.gpu.memory_bandwidth * STREAMED)
@@ -285,12 +279,14 @@ def head_seconds(run: Run) -> Seconds:
         if run.loss == "plain":
             traffic += 2 * label_bytes(run)  # written and read
         moved = tokens * columns * traffic / bandwidth(run)
+    elif run.loss == "chunked" and run.traits.chunks == "recomputed":
+        cast = recomputed_loss.weight_seconds(run, tokens, shape.hidden * columns, trained=trained > 0)
+        ahead, back = ahead + cast.forward, back + ahead + cast.backward
+        moved = recomputed_loss.loss_seconds(run, tokens * columns)
     else:
         moved = eager.loss_seconds(run, tokens * columns)
     if run.loss != "plain" and run.of_answers:
         back += ahead + moved / 2  # the logits and their softmax once more
-    elif run.loss == "chunked" and run.traits.chunks == "recomputed":
-        back += ahead
     return Seconds(ahead + moved / 2, back + moved / 2)
 
 

@@ -80,6 +80,9 @@ def loss_seconds(run: Run, logits: float) -> float:
     kernels = [Kernel(1, SOFTMAX_MOVED), Kernel(1, SOFTMAX_MOVED), Kernel(1, 4)]
     if run.head_bytes < 4:
         kernels += [Kernel(1, 6, unrolled=True)] * (2 if run.traits.widens_outputs else 1) + [Kernel(1, 6)]
+    if run.traits.logs_entropy and run.loss == "plain":
+        # Another softmax, its exponential, their product and its sum; and the largest logit.
+        kernels += [Kernel(1, SOFTMAX_MOVED), Kernel(1, 8), Kernel(1, 12), Kernel(1, 4), Kernel(1, 4)]
     return kernel_seconds(run, kernels, logits)
 
 

@@ -127,7 +127,14 @@ MEGATRON_DEEPSPEED = replace(
 # The Hugging Face Trainer with TRL's defaults: an fp32 model under autocast (create_model_from_path in
 # trl/trainer/utils.py), packing by position ids, a loss in parts of 256 tokens that are checkpointed (_chunk in
 # trl/trainer/sft_trainer.py, the default since June 2026), and 16-bit adapters of quantized layers (the same file).
-TRL = replace(HUGGING_FACE, variable_lengths=True, wide_base=True, chunks="recomputed", narrow_adapters="quantized")
+TRL = replace(
+    HUGGING_FACE,
+    variable_lengths=True,
+    wide_base=True,
+    chunks="recomputed",
+    narrow_adapters="quantized",
+    logs_entropy=True,
+)
 # The Trainer with a model in bf16 (torch_dtype in axolotl/utils/config), which leaves autocast nothing to cast, the
 # flash-attn package (`flash_attention: true` in its examples), multipack by cumulative lengths, and kernels for
 # adapters (check_auto_enable_lora_kernels in axolotl/utils/schemas/config.py, since April 2025).
@@ -140,6 +147,7 @@ AXOLOTL = replace(
     chunks="chunked",
     narrow_adapters=False,
     fused_adapters=True,
+    logs_entropy=False,
 )
 # The Trainer with a model in bf16 and adapters in fp32 (cast_trainable_params_to_fp32 in its model/adapter.py),
 # PyTorch's attention (`flash_attn: auto`) and reentrant checkpoints (`use_reentrant_gc: true`).
