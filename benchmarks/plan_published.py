@@ -72,7 +72,7 @@ CONTAINERS = {
         "megatron-overlapped",
         "nemo",
     ),
-    *("nemo-flash2", "nemo-plain", "pax"),
+    *("nemo-flash2", "nemo-graphs", "nemo-plain", "pax"),
 }
 # Keys of a row that describe the run and are fields of `Run`, under the same name.
 SETTINGS = {one.name for one in fields(Run)} - {"gpu", "link", "network", "mesh", "adapter", "traits", "devices"}
@@ -191,7 +191,7 @@ def _impossible(run: Run, line: dict[str, Any]) -> str:
 
 def _run(line: dict[str, Any], shape: ModelShape) -> Run:
     gpu = GPUS[line["gpu"]]
-    if line["system"] == "litgpt":
+    if line["system"] in ("litgpt", "thunder"):
         shape = replace(shape, tied=False)  # its models have a head of their own
     network = LINKS[usual_network(gpu)]
     if "network" in line:
@@ -223,25 +223,30 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
         for key, value in line.items()
         if key in SETTINGS and key not in OTHERS
     }
-    precision = line["precision"]
+    narrow = line["precision"] == "bf16-true" or traits.narrow_weights
     assert line["recompute"] in RECOMPUTE or isinstance(line["recompute"], int), line
     return Run(
         **{
             **settings,
             "shape": shape,
             "gpu": gpu,
-            "link": LINKS[line.get("link", gpu.link)],
+            "link": _link(line.get("link", gpu.link)),
             "network": network,
             "length": line["sequence"],
             "devices": line["per_node"],
             "mesh": Mesh(**line["mesh"]),
             "grad_accum_steps": line["accum"],
-            "reduce_bytes": 2 if precision == "bf16-true" or traits.masters_with_optimizer else 4,
+            "reduce_bytes": 2 if narrow or traits.masters_with_optimizer else 4,
             "adapter": adapter,
             "trained": Trained() if adapter is None else FROZEN,
             "traits": traits,
         }
     )
+
+
+def _link(given: str | dict[str, float]) -> Link:
+    """The link between the devices of a node by its name, or PCI Express as fast as the source says that it is."""
+    return LINKS[given] if isinstance(given, str) else Link("pcie-given", given["gb_per_second"] * 1e9, 10e-6)
 
 
 def _year(line: dict[str, Any]) -> int:

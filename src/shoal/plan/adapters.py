@@ -1,6 +1,8 @@
 """Seconds of the adapters of a block: LoRA and DoRA, ours and PEFT's."""
 
-from shoal.plan.blocks import Linear
+from shoal.catalogue.efficiency import MULTIPROCESSORS
+from shoal.plan.blocks import Linear, linears
+from shoal.plan.cache import cached_rate
 from shoal.plan.eager import Kernel, cast, kernel_seconds
 from shoal.plan.kernels import Seconds, bandwidth, contiguous_rate, matmul_seconds
 from shoal.plan.run import Adapter, Run
@@ -23,8 +25,14 @@ def dequantization_seconds(run: Run, adapter: Adapter, elements: float) -> tuple
     if adapter.quantize == "gptq":
         # Autograd saves the dequantized matrix, which no parameter is: the backward pass has it.
         return kernel_seconds(run, GPTQ_KERNELS, elements), 0.0
-    once = elements * (stored_bytes(run, adapter) + run.compute_bytes) / contiguous_rate(run, DEQUANTIZATION_RATE)
-    return once, once
+    moved = elements * (stored_bytes(run, adapter) + run.compute_bytes)
+    rate = contiguous_rate(run, DEQUANTIZATION_RATE)
+    if run.gpu.name in MULTIPROCESSORS:
+        # The matmul reads what was written, and its memory is used again: it need not leave the cache.
+        each = moved / len(linears(run.shape, joined=run.traits.fused_qkv))
+        limit = DEQUANTIZATION_RATE * MULTIPROCESSORS[run.gpu.name]
+        rate = min(cached_rate(run.gpu, each, rate), limit)
+    return moved / rate, moved / rate
 
 
 def adapter_seconds(run: Run, adapter: Adapter) -> tuple[float, float]:

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from shoal.catalogue.efficiency import relative_rate
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.shapes import parameters as count_parameters
-from shoal.plan import eager, recomputed_loss
+from shoal.plan import eager
 from shoal.plan.activations import selected_matmuls
 from shoal.plan.adapters import adapter_seconds, dequantization_seconds
 from shoal.plan.attention import attention_seconds
 from shoal.plan.blocks import biased_outputs, linears
+from shoal.plan.cache import cached_seconds
+from shoal.plan.eight_bit import eight_bit_step
 from shoal.plan.head import (
     fused_rows,
     is_aligned,
@@ -19,7 +21,7 @@ from shoal.plan.head import (
     logit_columns,
     overwrites_logits,
 )
-from shoal.plan.kernels import STREAMED, Seconds, bandwidth, eager_bandwidth, matmul_seconds
+from shoal.plan.kernels import Seconds, bandwidth, eager_bandwidth, matmul_seconds, streamed_bandwidth
 from shoal.plan.muon import orthogonalization_seconds
 from shoal.plan.packed import packed_linears, summed_gradients
 from shoal.plan.run import Run
@@ -35,6 +37,8 @@ BIAS_TRAFFIC = 1
 # Bytes moved per logit by a compiled loss, in two kernels, or by our kernel.
 FUSED_LOGIT_TRAFFIC = 10
 KERNEL_LOGIT_TRAFFIC = 7
+# Tokens of a part of TRL's loss (_CHUNKED_LM_HEAD_CHUNK_SIZE in trl/trainer/sft_trainer.py).
+RECOMPUTED_ROWS = 256
 # Of a loss that is compiled as one graph with its model, and with the zeros of logits that it returns: on an H200 a
 # step of 32,768 tokens takes 2.0 ms more with it than with a sum, and then 1.1 ms (benchmarks/gpu/compiled_loss_h200).
 GRAPH_LOGIT_TRAFFIC, RETURNED_LOGIT_TRAFFIC = 8, 10
@@ -205,11 +209,13 @@ def _compiled_kernels(run: Run) -> Seconds:
     rotated = wide * (shape.query_width + shape.kv_width) / tp if shape.traits.rotary else 0.0
     # A residual add fused with the following norm reads both summands, and writes the stream and its norm.
     narrow = hidden if run.traits.liger_kernels else shape.hidden
-    per_token = 4 * (hidden + narrow) * shared + 2 * rotated + (3 if shape.traits.gated else 2) * inner
+    moved = [2 * (hidden + narrow) * shared] * 2 + [2 * rotated, (3 if shape.traits.gated else 2) * inner]
     if run.traits.fused_by_hand:
         # The sums of the residual stream are read once more by the norms, and queries copied.
-        per_token += 2 * hidden * shared + 2 * shape.query_width / tp
-    ahead = run.tokens * per_token * itemsize / rate
+        moved.append(2 * hidden * shared + 2 * shape.query_width / tp)
+    sizes = [run.tokens * itemsize * one for one in moved]
+    ahead = sum(cached_seconds(run.gpu, one, rate) for one in sizes)
+    behind = sum(cached_seconds(run.gpu, TRAFFIC_BACKWARD * one, rate) for one in sizes)
     casting = 0.0
     if run.casts_weights:
         casting = sum(one.parameters for one in linears(shape)) / tp * (run.weight_bytes + itemsize) / rate
@@ -223,7 +229,7 @@ def _compiled_kernels(run: Run) -> Seconds:
         casting += run.tokens * cast * (itemsize + run.layer_bytes) / rate
     summed = BIAS_TRAFFIC * run.tokens * biased_outputs(shape, tp) * itemsize / rate * run.trained.blocks
     spared = summed_gradients(run) * run.tokens * shape.hidden * itemsize / rate
-    return Seconds(ahead + casting, TRAFFIC_BACKWARD * ahead + casting + summed - spared)
+    return Seconds(ahead + casting, behind + casting + summed - spared)
 
 
 def _written_out_gelu(run: Run) -> Seconds:
@@ -233,7 +239,7 @@ def _written_out_gelu(run: Run) -> Seconds:
     ahead, back = AUTOCAST_GELU_TRAFFIC if run.in_autocast else GELU_TRAFFIC
     if not run.writes_out_gelu:
         ahead, back = ERF_GELU_TRAFFIC
-    rate = eager_bandwidth(run, STREAMED) * 2 / run.compute_bytes
+    rate = eager_bandwidth(run, streams=True) * 2 / run.compute_bytes
     elements = run.tokens * run.shape.ffn / run.mesh.tp
     return Seconds(elements * ahead / rate, elements * back / rate)
 
@@ -259,13 +265,17 @@ def head_seconds(run: Run) -> Seconds:
     if trained:
         # Added to part by part, in fp32 if weights are: read and written while the next tile is computed.
         summed = parts * shape.hidden * columns if parts > 1 else 0.0
-        moved = summed * 2 * run.weight_bytes / (run.gpu.memory_bandwidth * STREAMED)
+        moved = summed * 2 * run.weight_bytes / streamed_bandwidth(run)
         back += max(slower * matmul_seconds(run, shape.hidden, tokens, columns), moved)
         if run.traits.sums_head_gradient:  # written, cast, and read once more
             back += summed * (2 * run.compute_bytes + 8) / eager_bandwidth(run)
+    if run.loss == "chunked" and run.traits.chunks == "recomputed" and run.traits.casts_per_use and run.mixed:
+        # TRL casts the head to fp32, and autocast back, for each part of 256 tokens, in either pass.
+        copied = tokens / RECOMPUTED_ROWS * shape.hidden * columns * (4 + run.compute_bytes)
+        ahead += copied / streamed_bandwidth(run)
     if parts > 1 and run.casts_weights and run.traits.liger_kernels:
         # Autocast does not keep its copy of a view, nor of a frozen weight, so that every part makes its own.
-        copied = parts * shape.hidden * columns * (4 + run.compute_bytes) / (run.gpu.memory_bandwidth * STREAMED)
+        copied = parts * shape.hidden * columns * (4 + run.compute_bytes) / streamed_bandwidth(run)
         ahead += copied
         back += 0.0 if trained else copied
     if is_padded(run):
@@ -279,14 +289,12 @@ def head_seconds(run: Run) -> Seconds:
         if run.loss == "plain":
             traffic += 2 * label_bytes(run)  # written and read
         moved = tokens * columns * traffic / bandwidth(run)
-    elif run.loss == "chunked" and run.traits.chunks == "recomputed":
-        cast = recomputed_loss.weight_seconds(run, tokens, shape.hidden * columns, trained=trained > 0)
-        ahead, back = ahead + cast.forward, back + ahead + cast.backward
-        moved = recomputed_loss.loss_seconds(run, tokens * columns)
     else:
         moved = eager.loss_seconds(run, tokens * columns)
     if run.loss != "plain" and run.of_answers:
         back += ahead + moved / 2  # the logits and their softmax once more
+    elif run.loss == "chunked" and run.traits.chunks == "recomputed":
+        back += ahead
     return Seconds(ahead + moved / 2, back + moved / 2)
 
 
@@ -312,10 +320,10 @@ def optimizer_seconds(run: Run, parameters: float) -> float:
         moved += run.compute_bytes + (0 if run.traits.fused_step else weight)
     rate = bandwidth(run)
     if foreach:
-        rate = eager_bandwidth(run, STREAMED)
+        rate = eager_bandwidth(run, streams=True)
     elif run.traits.fused_step and optimizer.streams:
-        rate = run.gpu.memory_bandwidth * STREAMED
-    seconds = parameters * moved / rate
+        rate = streamed_bandwidth(run)
+    seconds = max(parameters * moved / rate, eight_bit_step(run, parameters))
     if optimizer.needs_whole_matrices:
         turns = run.replicas if run.traits.shares_muon else 1
         seconds += orthogonalization_seconds(run) * parameters / count_parameters(run.shape) / turns

@@ -10,15 +10,21 @@ multiprocessor gets through as many per clock. Which kernels a block has is from
 from dataclasses import dataclass
 
 from shoal.catalogue.efficiency import MULTIPROCESSORS, clock
+from shoal.catalogue.gpus import Gpu
 from shoal.plan.activations import has_head_norms, has_mlp_in_place
 from shoal.plan.blocks import biased_outputs, linears
-from shoal.plan.kernels import STREAMED, Seconds, eager_bandwidth
+from shoal.plan.cache import cached_seconds
+from shoal.plan.kernels import Seconds, eager_bandwidth
 from shoal.plan.packed import gathered_sums
 from shoal.plan.run import Run
 
 # Elements per clock and multiprocessor of a kernel that is not vectorized. On an H200: products with a broadcast tensor
 # 332e9 elements a second in bf16 and 312e9 in fp32, casts of bf16 to fp32 338e9, sums over tokens 355e9.
 UNROLLED_RATE = 330e9 / (132 * 1.98e9)
+# A compute unit of AMD's issues instructions for 64 lanes per clock, a multiprocessor for 128: 403e9 elements a second
+# on an MI300X, whose sums, which were not vectorized until August 2025, were measured at 399e9 and 439e9
+# (ROCm/pytorch, pull request 2492; pytorch, issue 132964).
+COMPUTE_UNIT_LANES = 0.5
 
 # Bytes per element of a softmax of whole rows or of its backward pass, by its time: it reads its inputs more than once,
 # partly from the cache.
@@ -45,13 +51,25 @@ def cast(elements: float, before: int, after: int) -> list[Kernel]:
     return [] if before == after else [Kernel(elements, before + after, unrolled=after > before)]
 
 
+def unrolled_rate(gpu: Gpu) -> float:
+    """Elements per second of a kernel that is not vectorized, on a device whose multiprocessors are known."""
+    lanes = COMPUTE_UNIT_LANES if gpu.compute_capability is None else 1.0
+    return UNROLLED_RATE * lanes * MULTIPROCESSORS[gpu.name] * clock(gpu)
+
+
 def kernel_seconds(run: Run, kernels: list[Kernel], tokens: float) -> float:
     """Seconds of kernels over `tokens`."""
     units = MULTIPROCESSORS.get(run.gpu.name)
     if units is None:
         return tokens * sum(one.elements * one.moved for one in kernels) / eager_bandwidth(run)
-    rate, shares = UNROLLED_RATE * units * clock(run.gpu), (eager_bandwidth(run, STREAMED), eager_bandwidth(run))
-    return tokens * sum(one.elements * max(one.moved / shares[one.fused], one.unrolled / rate) for one in kernels)
+    rate, shares = unrolled_rate(run.gpu), (eager_bandwidth(run, streams=True), eager_bandwidth(run))
+    return sum(
+        max(
+            cached_seconds(run.gpu, tokens * one.elements * one.moved, shares[one.fused]),
+            tokens * one.elements * one.unrolled / rate,
+        )
+        for one in kernels
+    )
 
 
 def block_seconds(run: Run) -> Seconds:

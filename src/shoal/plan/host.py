@@ -14,6 +14,11 @@ EAGER_BLOCK_HOST = 2.0e-3
 # 2024). On the host of an H200 1.6 and 1.8 ms per block were measured (benchmarks/gpu/compiled_loss_h200).
 ENCODER_HOST = 1.4
 COMPILED_BLOCK_HOST = 2.2e-3  # measured on the host of an H200: benchmarks/gpu/small_h200
+# The same of Megatron's layers, which are modules of Transformer Engine since 2023: Llama 2 70B with adapters takes 64
+# B200 1.2 times as long without CUDA graphs (docs.nvidia.com/dl-cuda-graph/latest/examples/llama2-70b-lora.html) as the
+# 0.254 s that it takes with them (mlcommons/training_results_v5.0, Oracle's), for 80 layers. 48 layers take 220 ms with
+# one sequence of 1,024 tokens, of which 37 ms are optimizer, head and loss (vuiseng9/megatron-tutorials), as much each.
+ENGINE_BLOCK_HOST, ENGINE_SINCE = 1.2 * 0.254 / 80, 2023
 # Host time of an adapted layer, eager: about twenty kernels forward and backward, and PEFT's Python between them; and
 # of a quantized one, which bitsandbytes dequantizes in Python in both passes. From steps that hardly depend on the
 # length of their sequences: OpenLLaMA 7B with adapters in all layers, two sequences of 256 tokens under autocast on an
@@ -39,6 +44,9 @@ ZERO3_HOST, ZERO3_GATHERING_HOST = 0.39e-3, 0.52e-3
 FSDP_HOST = 2.6e-3
 # Autocast launches a cast for every weight, input and bias of a linear layer, and for their gradients.
 AUTOCAST_HOST = 1.5
+# How much longer the cores of a Grace take: a linear layer of PyTorch takes the host 33.2 microseconds on a GH200 and
+# 37.1 on a GB200, where a Xeon of a DGX H100 takes 13.5 (NVIDIA/TransformerEngine, issue 2053).
+GRACE_HOST = {"nvlink-c2c": 33.17 / 13.48, "nvlink-c2c-shared": 37.08 / 13.48}
 # What a forward pass without autograd adds to that, as of a reference model; and activation checkpointing: reentrant it
 # is such a pass, and otherwise every saved tensor goes through hooks in Python. Measured on blocks of a Llama with and
 # without adapters, on the host of an H200: benchmarks/gpu/trainer_h200.
@@ -53,8 +61,16 @@ OPTIMIZER_HOST = {"adamw8bit": 0.09e-3, "adafactor": 0.45e-3}
 
 def host_seconds(run: Run, blocks: int) -> float:
     """Host time to launch the kernels of a micro-batch, forward and backward."""
+    if run.traits.graphs_layers:
+        return 0.0
+    return _launching(run, blocks) * GRACE_HOST.get(run.gpu.host_link.name, 1.0)
+
+
+def _launching(run: Run, blocks: int) -> float:
+    """The same on a host with an x86 CPU."""
     if run.compiled and not run.traits.liger_kernels:
-        return (COMPILED_BLOCK_HOST + _unit_hooks(run)) * blocks
+        block = ENGINE_BLOCK_HOST if _has_engine(run) else COMPILED_BLOCK_HOST
+        return (block + _unit_hooks(run)) * blocks
     block = EAGER_BLOCK_HOST
     if not run.compiled:
         block *= _relative_operations(run)
@@ -72,6 +88,12 @@ def host_seconds(run: Run, blocks: int) -> float:
         again = HOOKED_HOST * max(block, EAGER_BLOCK_HOST)
     launched = block + again * run.repeats_forward + FORWARD_HOST * block * run.reference_pass
     return (launched + _module_hooks(run) + _unit_hooks(run)) * blocks
+
+
+def _has_engine(run: Run) -> bool:
+    """Whether layers are modules of Transformer Engine, whose kernels the host launches one by one."""
+    traits = run.traits
+    return traits.fused_by_hand and not traits.planned_memory and not 0 < traits.software < ENGINE_SINCE
 
 
 def _unit_hooks(run: Run) -> float:
@@ -103,13 +125,21 @@ def _module_hooks(run: Run) -> float:
     return each * modules * (2 + run.repeats_forward + run.reference_pass)
 
 
+def _reads_overflow(run: Run) -> bool:
+    """Whether the host reads before the step if a gradient has overflown: GradScaler does (_maybe_opt_step in
+    torch/amp/grad_scaler.py), but for a fused optimizer, which reads it on the device."""
+    scales = run.precision == "16-mixed" and run.in_autocast and not run.traits.fused_step
+    return scales and (run.traits.foreach_step or run.optimizer != "adamw")
+
+
 def step_host_seconds(run: Run, blocks: int, device: float) -> float:
     """Host time of an optimizer step that the device, which needs `device` seconds for it, waits for."""
-    if run.gpu.is_cpu or not run.traits.waits_for_loss:
+    if run.gpu.is_cpu or not (run.traits.waits_for_loss or _reads_overflow(run)):
         return 0.0
     if run.adapter is not None:
         tensors, each = 2 * len(adapted(run)) * blocks, ADAPTER_TENSOR_HOST
     else:
         tensors, each = (len(linears(run.shape, joined=run.traits.fused_qkv)) + 2) * blocks, TENSOR_HOST
-    launched = tensors * OPTIMIZER_HOST.get(run.optimizer, 0.0)
-    return STEP_HOST + tensors * each + max(0.0, launched - device)
+    slower = GRACE_HOST.get(run.gpu.host_link.name, 1.0)
+    launched = tensors * OPTIMIZER_HOST.get(run.optimizer, 0.0) * slower
+    return (STEP_HOST + tensors * each) * slower + max(0.0, launched - device)

@@ -84,17 +84,22 @@ class Run:
     @property
     def mixed(self) -> bool:
         """Whether fp32 master weights are trained with low-precision compute copies."""
-        return self.precision in ("bf16-mixed", "16-mixed", "fp8") or self.upcasts_shards
+        return (self.precision in ("bf16-mixed", "16-mixed", "fp8") and not self.narrow) or self.upcasts_shards
+
+    @property
+    def narrow(self) -> bool:
+        """Whether weights, gradients and optimizer state are in 16 bits."""
+        return self.precision == "bf16-true" or (self.precision == "fp8" and self.traits.narrow_weights)
 
     @property
     def upcasts_shards(self) -> bool:
         """Whether 16-bit weights become fp32 master weights when FSDP shards them."""
         trained = self.sharded and self.adapter is None
-        return self.traits.upcasts_shards and trained and self.precision == "bf16-true"
+        return self.traits.upcasts_shards and trained and self.narrow
 
     @property
     def weight_bytes(self) -> int:
-        return 2 if self.precision == "bf16-true" and not self.upcasts_shards else 4
+        return 2 if self.narrow and not self.upcasts_shards else 4
 
     @property
     def trained_bytes(self) -> int:

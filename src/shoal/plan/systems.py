@@ -48,6 +48,7 @@ LITGPT = SystemTraits(
     dequantizes_in_half=True,
     pads_vocabulary=True,
     unsharded_accumulation=True,
+    flat_parameters=True,  # FSDPStrategy in lightning/fabric/strategies/fsdp.py
     copies_to_buckets=True,  # DDPStrategy in lightning/fabric/strategies/ddp.py leaves PyTorch's default
 )
 # TrainingArguments.optim is adamw_torch_fused from PyTorch 2.8 on; before, it was a foreach AdamW.
@@ -58,6 +59,7 @@ HUGGING_FACE = SystemTraits(
     fused_rows="liger",  # fused_linear_cross_entropy_forward in liger_kernel/ops
     peft=True,
     unsharded_accumulation=True,
+    flat_parameters=True,  # fsdp_version is 1 in accelerate/utils/dataclasses.py
     wide_embedding_state=True,  # register_module_override in transformers/trainer.py
     replicates_scales=True,  # Params4bit.quant_state in bitsandbytes/nn/modules.py
     quantizes_experts=True,  # modeling_mixtral.py until transformers 5
@@ -125,8 +127,9 @@ MEGATRON_DEEPSPEED = replace(
     MEGATRON, accumulates_in_matmuls=False, flattens_gradients=True, keeps_added_gradients=True
 )
 # The Hugging Face Trainer with TRL's defaults: an fp32 model under autocast (create_model_from_path in
-# trl/trainer/utils.py), packing by position ids, a loss in parts of 256 tokens that are checkpointed (_chunk in
-# trl/trainer/sft_trainer.py, the default since June 2026), and 16-bit adapters of quantized layers (the same file).
+# trl/trainer/utils.py), packing by position ids, a loss in parts whose logits are computed again in the backward pass
+# (the default since June 2026; in version 1.15 tiles of 4,096 tokens and 32,768 columns, trl/kernels), and 16-bit
+# adapters of quantized layers (trl/trainer/sft_trainer.py).
 TRL = replace(
     HUGGING_FACE,
     variable_lengths=True,
@@ -173,6 +176,8 @@ COMPOSER = SystemTraits(
     unfused_norms=False,
     loss_kernel="always",
     unpads=True,  # flash_attn_fn in llmfoundry/models/layers/attention.py
+    flat_parameters=True,  # prepare_fsdp_module in composer/trainer/dist_strategy.py
+    narrow_reduction=True,  # --fsdp_config_mixed_precision PURE in scripts/train/benchmarking/submit_benchmarks.py
     software=2023,
 )
 

@@ -61,6 +61,9 @@ class SystemTraits:
     recomputes_cheap: bool = False
     # Steps that wait for the host may be replayed as CUDA graphs (`train.cuda_graphs`).
     cuda_graphs: bool = False
+    # Every layer is replayed as a CUDA graph, so that the device does not wait for the host (Megatron's
+    # `--enable-cuda-graph`, `--external-cuda-graph` and, since 2026, `--cuda-graph-impl`).
+    graphs_layers: bool = False
     # Tokens whose logits a fused loss holds at a time; 0: it is a chunked loss. `liger`: as many as make logits as
     # large as the hidden states, rounded up to a power of two. `4 GiB`: as many as have logits of that size in fp32, in
     # one part, or in equal parts whose number is a multiple of four, each in one compiled kernel.
@@ -109,6 +112,8 @@ class SystemTraits:
     holds_outputs: Literal["", "step", "next"] = ""
     # 16-bit weights are in fp16, though `bf16-true` is what they are called here.
     half: bool = False
+    # With fp8 matmuls too, weights are in 16 bits, as they are with `bf16-true`.
+    narrow_weights: bool = False
     # The head is quantized like the matrices of blocks; else it keeps the compute dtype.
     quantizes_head: bool = False
     # Quantized matrices are dequantized to fp16 and then cast to bf16: two copies at a time (bitsandbytes before 0.43,
@@ -190,6 +195,8 @@ class SystemTraits:
     mask_buffers: bool = False
     # GPT-NeoX's queries and keys are rotated, and joined with the other channels, in fp32: transformers before 4.45.
     wide_rotary: bool = False
+    # FSDP1: the parameters of a unit are views of one tensor. Else FSDP2, whose units gather into another one.
+    flat_parameters: bool = False
     # With several micro-batches per step, FSDP reduces gradients only after the last one (`no_sync`), and holds them
     # unsharded until then.
     unsharded_accumulation: bool = False
