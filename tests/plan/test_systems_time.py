@@ -201,8 +201,8 @@ def test_the_host_goes_on_while_the_device_waits_for_collectives():
 
 def test_megatrons_modules_take_the_host_longer_than_compiled_blocks():
     run = make_run("gpt2", traits=MEGATRON, micro_batch=1, length=64, compiled=True)
-    assert launched(run) == pytest.approx(12 * 3.8e-3)
-    assert launched(run.with_(traits=SYSTEMS["nemo"])) == pytest.approx(12 * 2.2e-3)
+    assert launched(run) == pytest.approx(12 * 3.8e-3, rel=0.01)
+    assert launched(run.with_(traits=replace(MEGATRON, software=2021))) == pytest.approx(12 * 2.2e-3)
 
 
 def test_layers_that_return_fp32_move_more_bytes():
@@ -471,6 +471,16 @@ def test_the_trainer_waits_for_the_loss_and_its_host_prepares_the_step_meanwhile
     launched = 32 * 9 * 0.45e-3 - term(factored[0], "optimizer")
     waited = factored[0].step_seconds - factored[1].step_seconds
     assert waited == pytest.approx(4e-3 + 32 * 9 * 0.02e-3 + max(0.0, launched), rel=0.01)
+
+
+def test_a_loss_scale_is_read_by_the_host_before_each_step():
+    traits = replace(SYSTEMS["autocast"], foreach_step=True)
+    run = make_run("gpt2", "t4", precision="16-mixed", traits=traits, compiled=False, loss="plain")
+    assert term(forecast_speed(run), "optimizer launch overhead") == pytest.approx(4e-3 + 12 * 6 * 0.02e-3)
+    # Neither in bf16, nor if the optimizer's kernel reads it.
+    fused = run.with_(traits=replace(traits, foreach_step=False))
+    for other in (fused, run.with_(precision="bf16-mixed", gpu=GPUS["l4"])):
+        assert term(forecast_speed(other), "optimizer launch overhead") == 0
 
 
 def test_composer_removes_padding_where_there_is_none():

@@ -216,8 +216,17 @@ FLASH, EFFICIENT, AMD = 0.83, 0.32, 0.56
 
 # With libraries of 2023: llm-foundry's A100 results. With today's by the rule of the others: large matmuls reach 264.5
 # to 271.2 TFLOP/s at best in three tables [1, 2], of which training reaches 0.93 × 0.96.
-_OLD_AMPERE = Efficiency(matmuls=0.735, attention=0.64, bandwidth=0.60, fp8=0.62)
+_OLD_AMPERE = Efficiency(
+    matmuls=0.735,
+    attention=0.64,
+    bandwidth=0.60,
+    fp8=0.62,
+    # fp32 matmuls reach 17.6 to 19.2 TFLOP/s at best on three machines [2]; of their inner dimension as elsewhere.
+    fp32=IN_TRAINING * 0.96 * 18.3e12 / GPUS["a100-80gb"].fp32,
+    wide_inner_half=256.0 * relative_rate(GPUS["a100-80gb"]) * GPUS["a100-80gb"].fp32 / GPUS["a100-80gb"].fp16,
+)
 _AMPERE = replace(_OLD_AMPERE, matmuls=0.765)
+_CPU = replace(_OLD_AMPERE, fp32=None, wide_inner_half=256.0)
 # From this year on PyTorch's wheels have the libraries that those matmuls ran with.
 AMPERE_SINCE = 2025
 # Matmuls in fp32, which do not use tensor cores, reach more of their lower peak.
@@ -303,11 +312,11 @@ def efficiency(gpu: Gpu, *, software: int = 0, transformer_engine: bool = False)
     if gpu.name in FAMILIES:
         found = FAMILIES[gpu.name]
     elif gpu.compute_capability is None:
-        found = _AMPERE if gpu.is_cpu else FAMILIES["mi300x"]
+        found = _CPU if gpu.is_cpu else FAMILIES["mi300x"]
     else:
         newer = "h200" if gpu.compute_capability >= (9, 0) else "a100-80gb"
         found = FAMILIES[_BY_CAPABILITY.get(gpu.compute_capability, newer)]
-    if found is _AMPERE and (gpu.is_cpu or 0 < software < AMPERE_SINCE):
+    if found is _AMPERE and 0 < software < AMPERE_SINCE:
         return _OLD_AMPERE
     # The H100 with 96 GB was measured with software of 2024. The H20's multiprocessors are no faster than an A100's:
     # they do not need Hopper's instructions to be busy.

@@ -85,14 +85,14 @@ def matmul_seconds(
     if itemsize == 4 and run.compute_bytes < 4 and not unaligned:
         return _wide_matmul_seconds(run, rows, inner, columns, flops)
     # Prologue and epilogue of a tile cost the same whatever the inner dimension.
-    half = reached.wide_inner_half if itemsize == 4 else reached.inner_half
+    half = 256.0 if unaligned else reached.wide_inner_half if itemsize == 4 else reached.inner_half
     short = inner / (inner + half)
     if fp8 and run.gpu.fp8:
         flops = run.gpu.fp8 * reached.fp8
     size = 1 if fp8 else itemsize
     read, written = (rows * inner + inner * columns) * size, rows * columns * size
     # Where fp32 matmuls are not published, their share of the peak is that of training, with both.
-    tail = _tail(run, rows, inner, columns, itemsize) if itemsize < 4 or reached.fp32 else 1.0
+    tail = _tail(run, rows, inner, columns, itemsize) if itemsize < 4 or (reached.fp32 and not unaligned) else 1.0
     return max(work / (flops * short) * tail, read / contiguous_rate(run) + written / bandwidth(run, reached))
 
 
