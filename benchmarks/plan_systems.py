@@ -205,7 +205,7 @@ NEAREST: dict[str, SystemTraits] = {
     # The same around the loss of transformers 5's own models.
     "transformers-5-loop": replace(LOOP, logit_bytes=14.0, reentrant=False, holds_outputs="step"),
     # transformers' models under FSDP2, adapters of its own in the dtype of the layer (components/_peft/lora.py).
-    "automodel": replace(LOOP, narrow_adapters=True, logit_bytes=12.0, flat_parameters=False),
+    "automodel": replace(LOOP, narrow_adapters=True, logit_bytes=12.0, flat_parameters=False, dtensors=True),
     # Products with 2 x 2 matrices, which move about as much; bfSixteen in fms_fsdp/policies/mixed_precision.py.
     "fms": replace(TRAITS["torchtitan"], rotary="halves", flat_parameters=True, narrow_reduction=True),
     # torch.optim.AdamW as it is, in examples/pytorch/tensor_parallel/train.py.
@@ -514,7 +514,7 @@ NEAREST: dict[str, SystemTraits] = {
     ),
     # A loop around transformers' models, sharded by DTensors with the loss on sharded logits; AdamW with `foreach`
     # false, and the flash-attn package.
-    "benchmark-tp": replace(LOOP, foreach_step=False, flash2=True),
+    "benchmark-tp": replace(LOOP, foreach_step=False, flash2=True, dtensors=True),
     # The same as nanoGPT and nanochat, on Hopper with versions of PyTorch that prefer flash attention 2 there.
     "gollem": replace(
         TRAITS["autocast"],

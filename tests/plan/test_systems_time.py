@@ -199,6 +199,20 @@ def test_the_host_goes_on_while_the_device_waits_for_collectives():
     assert term(forecast_speed(fetched), name) == pytest.approx(term(forecast_speed(faster), name))
 
 
+def test_dtensors_dispatch_every_operation_in_python():
+    short = {"mesh": Mesh(tp=8), "micro_batch": 1, "length": 32, "compiled": False, "loss": "plain", "strategy": "ddp"}
+    plain, parallel = (
+        make_run("llama3-8b", traits=replace(SYSTEMS["torchtitan"], dtensors=dtensors), **short)
+        for dtensors in (False, True)
+    )
+    assert launched(parallel) == pytest.approx(4.6 * launched(plain))
+    assert launched(parallel.with_(sequence_parallel=False)) == pytest.approx(3.5 * launched(plain))
+    # A compiled block has no such operations, and neither has a rank that shares its layers with none.
+    for settings in ({"compiled": True}, {"mesh": Mesh(dp_shard=8)}):
+        found = {launched(run.with_(**settings)) for run in (plain, parallel)}
+        assert len(found) == 1
+
+
 def test_megatrons_modules_take_the_host_longer_than_compiled_blocks():
     run = make_run("gpt2", traits=MEGATRON, micro_batch=1, length=64, compiled=True)
     assert launched(run) == pytest.approx(12 * 3.8e-3, rel=0.01)

@@ -4,11 +4,16 @@ from dataclasses import dataclass
 from math import ceil
 
 from shoal.plan.blocks import linears
+from shoal.plan.eager import cast, kernel_seconds
 from shoal.plan.kernels import contiguous_rate
 from shoal.plan.layout import Rank, count
 from shoal.plan.run import Run
 from shoal.plan.states import block_bytes, trained_parameters
 
+# Share of the memory bandwidth that the copies of FSDP2 reach, out of what was gathered and into what is reduced: 3.4
+# to 3.8 TB/s on an H200; if they cast to fp32, 2.0 to 2.2, as other casts do (benchmarks/gpu/fsdp_copies_h200). Blocks
+# take longer by 1.1 to 2.1 times as much, the most where they are small.
+COPIED = 0.75
 # Elements that DeepSpeed's ZeRO-3 prefetches in one all-gather (stage3_prefetch_bucket_size), by default.
 PREFETCHED = 5e7
 
@@ -32,8 +37,10 @@ def shard_copies(run: Run, rank: Rank) -> Copies:
     if not run.gathers_weights or run.shards == 1 or run.gpu.is_cpu or traits.planned_memory:
         return Copies()
     rate, trained = contiguous_rate(run), trained_parameters(run, rank)
+    copied = run.gpu.memory_bandwidth * COPIED
     steps = run.grad_accum_steps if run.accumulates_unsharded or run.mesh.pp > 1 else 1
     narrow, wide = run.compute_bytes, run.reduced_bytes
+    widened = kernel_seconds(run, cast(1.0, narrow, wide), trained)
     if traits.hooks_modules:
         # AllGatherCoalescedHandle.wait in deepspeed/runtime/zero/partition_parameters.py; gradients are copied into a
         # bucket, put together for each rank and divided (stage3.py, reduce_scatter_coalesced).
@@ -46,13 +53,11 @@ def shard_copies(run: Run, rank: Rank) -> Copies:
     if traits.flat_parameters:
         # FSDP1 computes with views of what it gathers. Their gradients become one tensor, which is cast to the dtype of
         # the reduction and divided before it (_post_backward_hook and _reduce_grad in fsdp/_runtime_utils.py).
-        prepared = (narrow + wide if wide != narrow else 0) + 2 * wide
-        return Copies(0.0, 2 * trained * narrow / rate, trained * prepared / steps / rate)
+        return Copies(0.0, 2 * trained * narrow / copied, (widened + 2 * trained * wide / rate) / steps)
     # FSDP2 copies every parameter out of what it gathers, and every gradient into what it reduces
     # (foreach_all_gather_copy_out and foreach_reduce_scatter_copy_in in fsdp/_fully_shard/_fsdp_collectives.py).
-    forward = 2 * _gathered(run, rank, forward=True)
-    backward = 2 * _gathered(run, rank, forward=False) + trained * (narrow + wide) / steps
-    return Copies(forward / rate, backward / rate)
+    forward, backward = (2 * _gathered(run, rank, forward=ahead) / copied for ahead in (True, False))
+    return Copies(forward, backward + (widened or 2 * trained * narrow / copied) / steps)
 
 
 def block_collectives(run: Run) -> tuple[int, int]:

@@ -46,6 +46,11 @@ ZERO3_HOST, ZERO3_GATHERING_HOST = 0.39e-3, 0.52e-3
 # Host time of FSDP2 for each block: hooks before and after both passes, in Python, all-gather, reshard and reduce.
 # Measured with collectives that return at once: benchmarks/gpu/fsdp_host_h200.
 FSDP_HOST = 2.6e-3
+# How much longer a block takes if its tensor parallelism is DTensor's, which dispatches every operation in Python: with
+# layers that gather and scatter along the sequence, and where each rank has all of it. Measured the same way, also with
+# activation checkpointing (3.7 and 3.0 times) and with queries and keys that stay DTensors (4.8 and 4.7):
+# benchmarks/gpu/tp_host_h200.
+DTENSOR_HOST, REPLICATED_DTENSOR_HOST = 4.6, 3.5
 # Autocast launches a cast for every weight, input and bias of a linear layer, and for their gradients.
 AUTOCAST_HOST = 1.5
 # How much longer the cores of a Grace take: a linear layer of PyTorch takes the host 33.2 microseconds on a GH200 and
@@ -87,6 +92,8 @@ def _launching(run: Run, blocks: int) -> float:
             block += each * len(linears(run.shape, joined=run.traits.fused_qkv))
     if run.traits.casts_per_use and run.mixed:
         block *= AUTOCAST_HOST
+    if run.traits.dtensors and run.mesh.tp > 1:
+        block *= DTENSOR_HOST if run.sequence_parallel else REPLICATED_DTENSOR_HOST
     again = FORWARD_HOST * block
     if not run.traits.reentrant:
         # Hooks take as long in blocks with fewer operations: 2.0 ms of GPT-2's and GPT-NeoX's (the same file).

@@ -28,6 +28,7 @@ TORCHTITAN = SystemTraits(
     flash2=True,
     ring_attention=True,
     copies_sequences="always",  # torchtitan's pull request 437
+    dtensors=True,  # apply_tp in torchtitan/models/llama3/parallelize.py
     sharded_logit_bytes=18.0,
     gathers_in_fp8=True,
     separate_head_unit=True,
@@ -36,7 +37,14 @@ TORCHTITAN = SystemTraits(
 # (pytorch's pull requests 153666 and 158716).
 TORCHTITAN_2025 = replace(TORCHTITAN, loss_kernel="compiled", unfused_norms=False)
 # compile_loss in torchtune/training/_compile.py; custom_sharded_layers in recipes/configs/llama3_1/*_full.yaml.
-TORCHTUNE = SystemTraits(repeats_keys=True, rotary="pairs", chunks="upcast", flash2=True, separate_head_unit="trained")
+TORCHTUNE = SystemTraits(
+    repeats_keys=True,
+    rotary="pairs",
+    chunks="upcast",
+    flash2=True,
+    separate_head_unit="trained",
+    dtensors=True,  # base_llama_tp_plan in torchtune/models/llama3/_parallelism.py
+)
 KEMPNERFORGE = SystemTraits(repeats_keys=True, logit_bytes=18.0)
 # Lightning's plugin quantizes every linear layer, from fp16 (fabric/plugins/precision/bitsandbytes.py).
 LITGPT = SystemTraits(

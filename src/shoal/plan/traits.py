@@ -247,6 +247,8 @@ class SystemTraits:
     wide_gradients: bool = False
     # 16-bit gradients are cast to fp32 to be reduced, and back.
     widens_reduction: bool = False
+    # Tensor parallelism is DTensor's, whose operations are dispatched in Python if blocks are not compiled.
+    dtensors: bool = False
     # Gradients are all-reduced, though each rank updates only a part of the weights.
     all_reduces: bool = False
     # Packed documents are kept apart by their lengths (flash attention's variable-length kernels), without a mask.
