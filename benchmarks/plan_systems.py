@@ -71,8 +71,8 @@ NEAREST: dict[str, SystemTraits] = {
     "huggingface-5.1": replace(FOREACH, flash2=True, sums_head_gradient=True),
     # The Trainer's fp32 model under adapters, which it is before transformers 5 unless its dtype is given; and with the
     # flash-attn package.
-    "huggingface-wide-base": replace(SYSTEMS["huggingface"], wide_base=True),
-    "huggingface-wide-base-flash": replace(SYSTEMS["huggingface"], wide_base=True, flash2=True),
+    "huggingface-wide-base": replace(SYSTEMS["huggingface"], wide_base=True, logs_entropy=True),
+    "huggingface-wide-base-flash": replace(SYSTEMS["huggingface"], wide_base=True, logs_entropy=True, flash2=True),
     # Its first version, of July 2019: `gelu` in modeling.py.
     "bert-apex-2019-07": replace(
         MEGATRON,

@@ -50,3 +50,9 @@ def test_a_loss_scale_makes_the_host_wait_unless_the_optimizer_is_fused():
     assert waited == pytest.approx(4e-3 + 32 * 9 * 0.02e-3, rel=0.01)
     for other in (run.with_(precision="bf16-mixed"), run.with_(traits=replace(loop, foreach_step=False))):
         assert term(forecast_speed(other), "optimizer launch overhead") == 0
+
+
+def test_a_model_that_is_one_graph_takes_the_host_less_than_compiled_blocks() -> None:
+    blocks = make_run("gpt2", gpu="h100-80gb", traits=SYSTEMS["autocast"], compiled=True, length=128, micro_batch=1)
+    graph = blocks.with_(traits=replace(SYSTEMS["autocast"], compiles_loss=True))
+    assert host_seconds(blocks, 12) - host_seconds(graph, 12) == pytest.approx(12 * (2.2 - 0.82) * 1e-3)

@@ -1,21 +1,25 @@
 """The kernels of eager blocks that differ between systems: rotary embeddings and repeated keys."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from shoal.catalogue.efficiency import MULTIPROCESSORS, clock
-from shoal.plan.compute import block_compute
+from shoal.plan.compute import block_compute, head_seconds
 from shoal.plan.eager import UNROLLED_RATE
 from shoal.plan.launched import ROTARY, block_operations
-from shoal.plan.run import Run
+from shoal.plan.run import FROZEN, Adapter, Run
+from shoal.plan.speed import forecast_speed
 from shoal.plan.systems import SYSTEMS
 from tests.plan.planning import make_run
 from tests.plan.test_launched import Operations
 
+MEASURED = Path(__file__).parents[2] / "benchmarks" / "gpu" / "torchtune_h200" / "kernels.json"
 Rotation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 TORCHTUNE = SYSTEMS["torchtune"]
 
@@ -59,10 +63,8 @@ def test_pairs_that_are_rotated_one_by_one_move_twice_what_halves_do() -> None:
     streamed = 0.8 * pairs.gpu.memory_bandwidth
     # Forward: four products of half of the elements, whose memory has the others too, two sums, both joined. Backward:
     # a negation, four products, four copies into zeros, three sums.
-    moved = 4 * 6 + 12 + (6 + 4 * 6 + 4 * (4 + 6) + 3 * 12)
-    assert elementwise(pairs) - elementwise(numbers) == pytest.approx(
-        rotated * ((moved - 2 * 8) / streamed + max(8 / streamed, address(pairs))), rel=0.02
-    )
+    moved = 4 * 6 + 12 + 2 * 10 + (6 + 4 * 6 + 4 * (4 + 10) + 3 * 12)
+    assert elementwise(pairs) - elementwise(numbers) == pytest.approx(rotated * (moved - 2 * 8) / streamed, rel=0.02)
     assert elementwise(numbers) < elementwise(halves) < elementwise(pairs)
     # Qwen's heads have halves in every system.
     assert len({elementwise(eager("qwen2.5-0.5b", traits=replace(TORCHTUNE, rotary=one))) for one in ROTARY}) == 1
@@ -75,3 +77,21 @@ def test_repeated_keys_are_copied_and_their_gradients_added_up() -> None:
     assert block_operations(repeated) - block_operations(grouped) == 12
     alone = [elementwise(eager("llama2-7b", traits=replace(TORCHTUNE, repeats_keys=one))) for one in (True, False)]
     assert alone[0] == alone[1]  # with as many keys as queries
+
+
+def test_a_step_of_torchtune_takes_what_was_measured_on_an_h200() -> None:
+    adapter = Adapter(64, ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
+    trained = {"adapter": adapter, "trained": FROZEN, "loss": "chunked", "clips": False, "recompute": "none"}
+    run = eager(gpu="h200", length=2048, micro_batch=6, **trained)
+    measured = json.loads(MEASURED.read_text())["1b step"]["seconds"]
+    assert forecast_speed(run).step_seconds == pytest.approx(measured, rel=0.04)
+
+
+def test_trl_reads_the_logits_of_a_plain_loss_again_for_its_log() -> None:
+    trl = SYSTEMS["trl"]
+    plain, logging = (eager(traits=replace(trl, logs_entropy=one), loss="plain") for one in (False, True))
+    logits = plain.head_tokens * plain.shape.vocab
+    # A softmax, its exponential, their product and its sum, and the largest logit.
+    more = logits * (14.5 + 8 + 12 + 4 + 4) / (0.8 * plain.gpu.memory_bandwidth)
+    assert head_seconds(logging).both - head_seconds(plain).both == pytest.approx(more, rel=0.01)
+    assert head_seconds(logging.with_(loss="chunked")) == head_seconds(plain.with_(loss="chunked"))

@@ -138,7 +138,14 @@ MEGATRON_DEEPSPEED = replace(
 # trl/trainer/utils.py), packing by position ids, a loss in parts whose logits are computed again in the backward pass
 # (the default since June 2026; in version 1.15 tiles of 4,096 tokens and 32,768 columns, trl/kernels), and 16-bit
 # adapters of quantized layers (trl/trainer/sft_trainer.py).
-TRL = replace(HUGGING_FACE, variable_lengths=True, wide_base=True, chunks="recomputed", narrow_adapters="quantized")
+TRL = replace(
+    HUGGING_FACE,
+    variable_lengths=True,
+    wide_base=True,
+    chunks="recomputed",
+    narrow_adapters="quantized",
+    logs_entropy=True,
+)
 # The Trainer with a model in bf16 (torch_dtype in axolotl/utils/config), which leaves autocast nothing to cast, the
 # flash-attn package (`flash_attention: true` in its examples), multipack by cumulative lengths, and kernels for
 # adapters (check_auto_enable_lora_kernels in axolotl/utils/schemas/config.py, since April 2025).
@@ -151,6 +158,7 @@ AXOLOTL = replace(
     chunks="chunked",
     narrow_adapters=False,
     fused_adapters=True,
+    logs_entropy=False,
 )
 # The Trainer with a model in bf16 and adapters in fp32 (cast_trainable_params_to_fp32 in its model/adapter.py),
 # PyTorch's attention (`flash_attn: auto`) and reentrant checkpoints (`use_reentrant_gc: true`).

@@ -28,6 +28,9 @@ class SystemTraits:
     packs_projections: bool = False
     # What the model returns is cast to fp32 whether it is used or not (convert_outputs_to_fp32 in accelerate).
     widens_outputs: bool = False
+    # The entropy of the logits and the largest of them are computed too, to be logged (SFTTrainer in
+    # trl/trainer/sft_trainer.py since August 2025).
+    logs_entropy: bool = False
     # The host waits for the loss of every micro-batch, so that the device waits while it prepares the optimizer step.
     waits_for_loss: bool = False
     # Peak bytes per logit of a plain loss: log-softmax and two gradients, in fp32.
