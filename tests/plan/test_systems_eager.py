@@ -13,6 +13,7 @@ from shoal.catalogue.efficiency import MULTIPROCESSORS, clock
 from shoal.plan.compute import block_compute, head_seconds
 from shoal.plan.eager import UNROLLED_RATE
 from shoal.plan.launched import ROTARY, block_operations
+from shoal.plan.memory import forecast_memory
 from shoal.plan.run import FROZEN, Adapter, Run
 from shoal.plan.speed import forecast_speed
 from shoal.plan.systems import SYSTEMS
@@ -95,3 +96,12 @@ def test_trl_reads_the_logits_of_a_plain_loss_again_for_its_log() -> None:
     more = logits * (14.5 + 8 + 12 + 4 + 4) / (0.8 * plain.gpu.memory_bandwidth)
     assert head_seconds(logging).both - head_seconds(plain).both == pytest.approx(more, rel=0.01)
     assert head_seconds(logging.with_(loss="chunked")) == head_seconds(plain.with_(loss="chunked"))
+
+
+def test_a_loss_that_upcasts_chunks_frees_them_one_by_one() -> None:
+    adapter = Adapter(64, ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
+    trained = {"adapter": adapter, "trained": FROZEN, "loss": "chunked", "clips": False, "recompute": "none"}
+    found = forecast_memory(eager(gpu="h200", length=2048, micro_batch=6, **trained))
+    measured = json.loads(MEASURED.read_text())["1b step"]
+    assert found.allocated == pytest.approx(measured["allocated"], rel=0.01)
+    assert found.reserved == pytest.approx(measured["reserved"], rel=0.03)

@@ -5,7 +5,7 @@ from shoal.plan.activations import block_input, has_mlp_in_place, score_elements
 from shoal.plan.blocks import Linear, linears
 from shoal.plan.buffers import adafactor_copies
 from shoal.plan.head import head
-from shoal.plan.replayed_loss import logits_gradient
+from shoal.plan.replayed_loss import logits_gradient, upcast_chunks
 from shoal.plan.retained import gradient_buckets
 from shoal.plan.run import Run
 from shoal.plan.saved_tensors import PARTS, READS, kept_tensors
@@ -153,6 +153,8 @@ class Steps:
         name = "embedding" if run.shape.tied else "head"
         if run.loss == "plain":
             found = [logits_gradient(run, memory, self.end_autocast)]
+        elif run.traits.chunks == "upcast" and not run.compiled and run.loss == "chunked":
+            found = upcast_chunks(run, memory)
         else:
             found = [memory.take(part.amount) for part in head(run).peak.parts if part.name not in HIDDEN]
             self.end_autocast()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from shoal.plan.head import head, is_fused_loss
+from shoal.plan.head import UPCAST_CHUNKS, head, is_fused_loss
 from shoal.plan.run import Run
 from shoal.plan.segments import Allocator, Block
 
@@ -47,6 +47,26 @@ def logits_gradient(run: Run, memory: Allocator, end_autocast: Callable[[], None
     if run.traits.holds_outputs:
         memory.give(*logits)
     return narrow
+
+
+def upcast_chunks(run: Run, memory: Allocator) -> list[Block]:
+    """A loss that upcasts the logits chunk by chunk, eagerly: what remains is the gradients of all chunks, since the
+    matmuls that made the logits come later in the backward pass."""
+    each = run.head_tokens * run.shape.vocab / UPCAST_CHUNKS
+    logits = [memory.take(each * run.compute_bytes) for _ in range(UPCAST_CHUNKS)]
+    saved = []
+    for _ in logits:
+        wide = memory.take(each * 4)
+        saved.append(memory.take(each * 4))
+        memory.give(wide)
+    memory.give(*logits)
+    gradients = []
+    while saved:
+        chosen, wide = memory.take(each * 4), memory.take(each * 4)
+        memory.give(chosen, saved.pop())
+        gradients.append(memory.take(each * run.compute_bytes))
+        memory.give(wide)
+    return gradients
 
 
 def _of_kernel(run: Run, memory: Allocator, end_autocast: Callable[[], None], logits: Block, count: float) -> Block:
