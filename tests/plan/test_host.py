@@ -31,6 +31,8 @@ def test_modules_of_transformer_engine_take_the_host_longer_than_compiled_blocks
     compiled = run.with_(traits=replace(MEGATRON, fused_by_hand=False))
     assert host_seconds(run, 10) == pytest.approx(10 * 3.81e-3, rel=0.01)
     assert host_seconds(run, 10) - host_seconds(compiled, 10) == pytest.approx(10 * (3.81e-3 - 2.2e-3), rel=0.01)
+    whole = compiled.with_(traits=replace(compiled.traits, compiles_loss=True))
+    assert host_seconds(whole, 10) == pytest.approx(10 * 1.8e-3, rel=0.01)
     # Megatron had none in 2022, and XLA launches whole programs.
     for other in (replace(MEGATRON, software=2022), replace(MEGATRON, planned_memory=True)):
         assert host_seconds(run.with_(traits=other), 10) == host_seconds(compiled, 10)

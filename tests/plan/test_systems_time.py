@@ -407,7 +407,7 @@ def test_matmuls_are_faster_where_power_limits_them_and_other_kernels_draw_less(
     assert faster("h200", "smollm2-135m", compiled=False) == pytest.approx(1.16, rel=0.01)
     assert 1.03 < faster("h200", "smollm2-135m", compiled=True) < 1.13
     for compiled in (False, True):
-        assert faster("h200", "llama3-70b", compiled=compiled) < 1.03  # matmuls take most of its step anyway
+        assert faster("h200", "llama3-70b", compiled=compiled) < (1.01 if compiled else 1.08)  # matmuls take most of it
         assert faster("a100-80gb", "smollm2-135m", compiled=compiled) == pytest.approx(1)
 
 

@@ -63,7 +63,7 @@ def block_seconds(run: Run) -> Seconds:
 
 
 def spared_power(run: Run, busy: float, others: float) -> float:
-    """How much faster matmuls are than in steps of large models if they and attention take `busy` seconds of a block."""
+    """How much faster matmuls are than in large models' steps if they and attention take `busy` seconds of a block."""
     if run.gpu.name not in POWER_LIMITED or run.traits.software == 2023:
         return 1.0  # the Hopper of 2023 is by eager runs
     share = busy / (busy + others)

@@ -14,6 +14,8 @@ EAGER_BLOCK_HOST = 2.0e-3
 # 2024). On the host of an H200 1.6 and 1.8 ms per block were measured (benchmarks/gpu/compiled_loss_h200).
 ENCODER_HOST = 1.4
 COMPILED_BLOCK_HOST = 2.2e-3  # measured on the host of an H200: benchmarks/gpu/small_h200
+# The same of a model that is compiled as one graph, with its loss: benchmarks/gpu/small_gpt_h200.
+GRAPH_BLOCK_HOST = 1.8e-3
 # The same of Megatron's layers, which are modules of Transformer Engine since 2023: Llama 2 70B with adapters takes 64
 # B200 1.2 times as long without CUDA graphs (docs.nvidia.com/dl-cuda-graph/latest/examples/llama2-70b-lora.html) as the
 # 0.254 s that it takes with them (mlcommons/training_results_v5.0, Oracle's), for 80 layers.
@@ -68,7 +70,8 @@ def host_seconds(run: Run, blocks: int) -> float:
 def _launching(run: Run, blocks: int) -> float:
     """The same on a host with an x86 CPU."""
     if run.compiled and not run.traits.liger_kernels:
-        block = ENGINE_BLOCK_HOST if _has_engine(run) else COMPILED_BLOCK_HOST
+        block = GRAPH_BLOCK_HOST if run.traits.compiles_loss else COMPILED_BLOCK_HOST
+        block = ENGINE_BLOCK_HOST if _has_engine(run) else block
         return (block + _unit_hooks(run)) * blocks
     block = EAGER_BLOCK_HOST
     if not run.compiled:
