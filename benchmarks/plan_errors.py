@@ -34,8 +34,9 @@ from shoal.plan.speed import forecast_speed
 # The tables in docs/plan.md are between these: the three errors, and those of the sets that were held out.
 BEGIN, BEGIN_UNSEEN = "<!-- begin: benchmarks/plan_errors.py -->", "<!-- begin: benchmarks/plan_errors.py, unseen -->"
 END = "<!-- end -->"
-# Runs whose settings a random generator chose: benchmarks/gpu/drawn_runs.py.
-DRAWN = "trainer-h200-drawn"
+# Runs of other systems on an H200, below benchmarks/gpu, and the sources of those that a random generator chose.
+MEASURED = ("trainer_h200/trainer.jsonl", "trainer_h200/drawn.jsonl", "drawn_h200/sft.jsonl", "drawn_h200/loops.jsonl")
+DRAWN = {"trainer-h200-drawn", "sft-h200-drawn", "loops-h200-drawn"}
 # Errors from here on are listed one by one, with what is not known about the run.
 UNEXPLAINED = 0.25
 
@@ -95,8 +96,9 @@ def without(choice: Without) -> Iterator[None]:
 
 def known() -> tuple[list[Figure], list[Figure]]:
     """(our own runs, systems that are modelled): the rows of `data/`, and the sweep and the Trainer's on an H200."""
-    measured = ROOT / "benchmarks" / "gpu" / "trainer_h200"
-    own, modelled = [], compare(read_measured(measured / "trainer.jsonl") + read_measured(measured / "drawn.jsonl"))
+    measured = ROOT / "benchmarks" / "gpu"
+    rows = [row for file in MEASURED for row in read_measured(measured / file)]
+    own, modelled = [], compare(rows)
     for record in compare_sweep(list(read_records(ROOT / "benchmarks" / "gpu" / "sweep_h200" / "sweep.json").values())):
         if record.figure != "allocated_gib":
             row = Published("our own runs", record.row, "full", None, None, "", None, "", ())
@@ -161,7 +163,7 @@ def groups(unseen: list[Figure]) -> list[tuple[str, list[Figure]]]:
     return [
         ("our own runs", own),
         ("systems that are modelled", modelled),
-        ("– the Trainer's runs drawn at random", [one for one in modelled if one.row.source == DRAWN]),
+        ("– runs on an H200 drawn at random", [one for one in modelled if one.row.source in DRAWN]),
         ("other sources", unseen),
         ("– new sources", new),
         ("– llm-foundry and torchtitan, each left out", again),

@@ -10,6 +10,7 @@ computed only with `--held-out`. The systems' traits are in `plan_systems.py`.
 import argparse
 import json
 import math
+import re
 import statistics
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -37,6 +38,8 @@ UNITS = {"GiB": 1.0, "GB": 1e9 / GIB, "MiB": 1 / 1024}
 # PyTorch's wheels had the CUDA libraries of 2023 (12.1) until version 2.5; these systems' results are of containers or
 # builds with those of their day.
 NEW_WHEELS = (2024, 10)
+# And those of 2024 (12.4 and 12.6) until version 2.8, which matters on Hopper. torchtitan's are nightly builds.
+HOPPER_WHEELS, HOPPER_VERSIONS = (2025, 8), re.compile(r"orch 2\.[567]\b")
 # From PEFT 0.12 on, adapters of 16-bit layers are in fp32 (autocast_adapter_dtype); before, in the layer's dtype.
 FP32_ADAPTERS = (2024, 8)
 # From PyTorch 2.8 on, the Trainer's AdamW is fused.
@@ -188,7 +191,7 @@ def _impossible(run: Run, line: dict[str, Any]) -> str:
 
 def _run(line: dict[str, Any], shape: ModelShape) -> Run:
     gpu = GPUS[line["gpu"]]
-    if line["system"] == "litgpt":
+    if line["system"] in ("litgpt", "thunder"):
         shape = replace(shape, tied=False)  # its models have a head of their own
     network = LINKS[usual_network(gpu)]
     if "network" in line:
@@ -227,7 +230,7 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
             **settings,
             "shape": shape,
             "gpu": gpu,
-            "link": LINKS[line.get("link", gpu.link)],
+            "link": _link(line.get("link", gpu.link)),
             "network": network,
             "length": line["sequence"],
             "devices": line["per_node"],
@@ -241,11 +244,24 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
     )
 
 
+def _link(given: str | dict[str, float]) -> Link:
+    """The link between the devices of a node by its name, or PCI Express as fast as the source says that it is."""
+    return LINKS[given] if isinstance(given, str) else Link("pcie-given", given["gb_per_second"] * 1e9, 10e-6)
+
+
 def _year(line: dict[str, Any]) -> int:
-    """The year of a row's libraries, by its own date, such as 24.09, or that of its source."""
+    """The year of a row's libraries, by its own date, such as 24.09, or that of its source, or by the version of
+    PyTorch that this names."""
     year, month = _date(line)
-    outdated = line["system"] not in CONTAINERS and (year, month) < NEW_WHEELS
-    return 2023 if outdated and year == 2024 else year
+    if line["system"] in CONTAINERS:
+        return year
+    if (year, month) < NEW_WHEELS:
+        return 2023 if year == 2024 else year
+    versions = sources().get(line["source"], {}).get("versions", "")
+    if GPUS[line["gpu"]].compute_capability != (9, 0) or "NGC" in versions or line["system"].startswith("torchtitan"):
+        return year
+    earlier = HOPPER_VERSIONS.search(versions) if "orch 2." in versions else (year, month) < HOPPER_WHEELS
+    return 2024 if earlier else year
 
 
 def _date(line: dict[str, Any]) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from plan_accuracy import TRAITS
 
-from shoal.plan.systems import MEGATRON, SYSTEMS
+from shoal.plan.systems import MEGATRON, SYSTEMS, TRL
 from shoal.plan.traits import SystemTraits
 
 # The Trainer with bf16 weights before transformers 5.
@@ -13,6 +13,13 @@ EARLIER = replace(FOREACH, flash2=True, reentrant=True, upcasts_shards=False)
 # A loop of its own around transformers' models before version 5, without autocast and `no_sync`.
 OWN_LOOP = {"widens_outputs": False, "waits_for_loss": False}
 LOOP = replace(FOREACH, autocasts=False, unsharded_accumulation=False, reentrant=True, upcasts_shards=False, **OWN_LOOP)
+# One around those of version 5 that takes the loss from the outputs and holds nothing else; and under autocast.
+LOOP_5 = replace(LOOP, logit_bytes=12.0, reentrant=False, wide_embedding_state=False)
+LOOP_5_AUTOCAST = replace(
+    TRAITS["huggingface"], foreach_step=True, logit_bytes=12.0, wide_embedding_state=False, **OWN_LOOP
+)
+# The same, compiled with the loss: logits are returned too.
+WITH_LOSS = {"liger_kernels": False, "loss_kernel": "compiled", "compiles_loss": True, "returns_logits": True}
 # DeepSpeed's ZeRO-1 and 2 with "overlap_comm": true and "reduce_bucket_size": 2e8, as in the configs of transformers'
 # documentation, which others copy.
 OVERLAPPED = replace(TRAITS["deepspeed"], overlaps_gradients=True, bucket_elements=2e8)
@@ -45,7 +52,9 @@ NEAREST: dict[str, SystemTraits] = {
         all_reduces=True,  # reduce_rank is None in _attach_reduction_hook of hybrid_zero_optim.py
     ),
     "flash-attention": MEGATRON,
-    "tensorflow-xla": replace(MEGATRON, fused_softmax="never", planned_memory=True),
+    # Norms, and the sums that they read, are in fp32: call in TensorFlow2/LanguageModeling/BERT/official/nlp/modeling/
+    # layers/transformer.py of NVIDIA/DeepLearningExamples; TensorFlow 1's fused_layer_norm casts in the same way.
+    "tensorflow-xla": replace(MEGATRON, fused_softmax="never", planned_memory=True, wide_residual_stream=True),
     "pax": replace(MEGATRON, fused_softmax="never", planned_memory=True),
     "maxtext": replace(MEGATRON, fused_softmax="never", planned_memory=True),
     # NVIDIA's BERT: Apex's norms and optimizer, PyTorch's DDP, scores with PyTorch's softmax; later NVFuser.
@@ -196,8 +205,9 @@ NEAREST: dict[str, SystemTraits] = {
     # The same around the loss of transformers 5's own models.
     "transformers-5-loop": replace(LOOP, logit_bytes=14.0, reentrant=False, holds_outputs="step"),
     # transformers' models under FSDP2, adapters of its own in the dtype of the layer (components/_peft/lora.py).
-    "automodel": replace(LOOP, narrow_adapters=True, logit_bytes=12.0),
-    "fms": TRAITS["torchtitan"],
+    "automodel": replace(LOOP, narrow_adapters=True, logit_bytes=12.0, flat_parameters=False),
+    # Products with 2 x 2 matrices, which move about as much; bfSixteen in fms_fsdp/policies/mixed_precision.py.
+    "fms": replace(TRAITS["torchtitan"], rotary="halves", flat_parameters=True, narrow_reduction=True),
     # torch.optim.AdamW as it is, in examples/pytorch/tensor_parallel/train.py.
     "lightning-2d": replace(TRAITS["torchtitan"], foreach_step=True),
     # Its command's loss is computed with its gradient, 1,024 tokens at a time (xtuner/v1/train/arguments/arguments.py).
@@ -237,7 +247,7 @@ NEAREST: dict[str, SystemTraits] = {
     "plain-torch": replace(TRAITS["by-hand"], loss_kernel="compiled"),
     "compiled-torch": replace(TRAITS["by-hand"], loss_kernel="compiled", pads_vocabulary=True),
     # F.multi_head_attention_forward in its modules/multihead_attention.py has its softmax in the compute dtype.
-    "fairseq": replace(TRAITS["by-hand"], fused_softmax="always"),
+    "fairseq": replace(TRAITS["by-hand"], fused_softmax="always", flat_parameters=True),
     # Of 2023 and 2024, with flash attention 2 on Hopper.
     "flagscale": replace(MEGATRON, flash2=True),
     "megatron-0.6": replace(MEGATRON, flash2=True),
@@ -250,8 +260,6 @@ NEAREST: dict[str, SystemTraits] = {
         fused_rotary=True,
         loss_kernel="always",
     ),
-    # Thunder's benchmark of its models, in bf16 with fp8 matmuls (thunder/benchmarks/benchmark_litgpt.py).
-    "litgpt-fp8": replace(TRAITS["litgpt"], narrow_weights=True),
     # Without fp32 gradients: "grad_accum_dtype": "bf16" in its ds_config.json, or before it had the BF16_Optimizer.
     "megatron-deepspeed-narrow": replace(
         TRAITS["megatron-deepspeed"], wide_gradients=False, keeps_added_gradients=False
@@ -350,7 +358,11 @@ NEAREST: dict[str, SystemTraits] = {
         flash2=True,
     ),
     # Lightning's FSDP with precision 16: parameters, gradients and buffers in fp16.
-    "lightning-fp16": replace(TRAITS["by-hand"], narrow_reduction=True),
+    "lightning-fp16": replace(TRAITS["by-hand"], narrow_reduction=True, flat_parameters=True),
+    # benchmark_litgpt.py of Lightning Thunder: a model whose weights are in bf16 also where its matmuls are in fp8, and
+    # FSDP2 where Thunder does not shard it.
+    "thunder": replace(TRAITS["litgpt"], narrow_reduction=True, flat_parameters=False),
+    "thunder-fp8": replace(TRAITS["litgpt"], narrow_reduction=True, flat_parameters=False, narrow_weights=True),
     # GeminiPlugin: chunks of 16-bit weights that are gathered, fp32 masters in shards, Apex's norms.
     "colossal-gemini": replace(TRAITS["deepspeed"], unfused_norms=False, hooks_modules=False),
     # --overlap-grad-reduce, --overlap-param-gather, --no-gradient-accumulation-fusion, and a loss that is not fused.
@@ -492,7 +504,13 @@ NEAREST: dict[str, SystemTraits] = {
     # The loop of ETH's Large-Scale AI Engineering: torchtitan's model as it was first, in bf16, logits cast to fp32,
     # torch.optim.AdamW with `fused` false, and DDP with PyTorch's defaults.
     "lsai": replace(
-        TRAITS["by-hand"], repeats_keys=True, flash2=True, foreach_step=True, copies_to_buckets=True, logit_bytes=14.0
+        TRAITS["by-hand"],
+        repeats_keys=True,
+        rotary="complex",
+        flash2=True,
+        foreach_step=True,
+        copies_to_buckets=True,
+        logit_bytes=14.0,
     ),
     # A loop around transformers' models, sharded by DTensors with the loss on sharded logits; AdamW with `foreach`
     # false, and the flash-attn package.
@@ -561,6 +579,7 @@ NEAREST: dict[str, SystemTraits] = {
     "mistral-finetune": replace(
         TRAITS["by-hand"],
         repeats_keys=True,
+        rotary="complex",
         flash2=True,
         variable_lengths=True,
         foreach_step=True,
@@ -579,11 +598,18 @@ NEAREST: dict[str, SystemTraits] = {
     "huggingface-2024-compiled": replace(
         EARLIER, logit_bytes=16.0, upcasts_shards=True, liger_kernels=False, loss_kernel="compiled"
     ),
-    # A loop around transformers 5 that takes the loss from the outputs and holds nothing else, with a fused AdamW or
-    # bitsandbytes' own.
-    "transformers-5-plain-loop": replace(
-        LOOP, logit_bytes=12.0, reentrant=False, foreach_step=False, wide_embedding_state=False
-    ),
+    # SFTTrainer with a model in bf16, which leaves autocast nothing but the adapters to cast.
+    "trl-bf16": replace(TRL, wide_residual_stream=False, casts_per_use=False, wide_base=False),
+    # Loops around transformers 5, with a fused AdamW or bitsandbytes' own, or with PyTorch's foreach.
+    "transformers-5-plain-loop": replace(LOOP_5, foreach_step=False),
+    "plain-loop": replace(LOOP_5, foreach_step=False),
+    "plain-loop-foreach": LOOP_5,
+    "plain-loop-compiled": replace(LOOP_5, foreach_step=False, **WITH_LOSS),
+    "plain-loop-compiled-foreach": replace(LOOP_5, **WITH_LOSS),
+    "plain-loop-autocast": replace(LOOP_5_AUTOCAST, foreach_step=False),
+    "plain-loop-autocast-foreach": LOOP_5_AUTOCAST,
+    "plain-loop-autocast-compiled": replace(LOOP_5_AUTOCAST, foreach_step=False, **WITH_LOSS),
+    "plain-loop-autocast-compiled-foreach": replace(LOOP_5_AUTOCAST, **WITH_LOSS),
     # nanoGPT's kind of loop without compilation: logits are held until the next ones.
     "build-nanogpt": replace(
         TRAITS["autocast"],

@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ QLORA = {**LORA, "quantize": "nf4", "double_quantized": True, "upcasts": True}
 QV = {"rank": 8, "targets": ["q_proj", "v_proj"]}
 # As the Trainer names them; the first is its default.
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw8bit": "adamw_bnb_8bit", "adafactor": "adafactor"}
+Measure = Callable[[dict[str, Any], int, Any], dict[str, Any]]  # of a case, a number of steps and a shape: its row
 TINY = {
     "family": "llama",
     "hidden": 64,
@@ -106,6 +107,8 @@ def name(case: dict[str, Any]) -> str:
     others = [case[key] for key in ("attention", "optimizer") if key in case]
     if case["recompute"] != "none":
         others.append("recompute")
+    if case["compiled"]:
+        others.append("compiled")
     if case["accum"] > 1:
         others.append(f"accum{case['accum']}")
     return " ".join([case["model"], f"{case['micro_batch']}x{case['sequence']}", case["precision"], kind, *others])
@@ -180,7 +183,9 @@ def main() -> None:
     run_cases(asked, args.file, args.seconds, tiny=args.tiny)
 
 
-def run_cases(asked: Iterable[dict[str, Any]], path: Path, limit: float, *, tiny: bool) -> None:
+def run_cases(
+    asked: Iterable[dict[str, Any]], path: Path, limit: float, *, tiny: bool, measure: Measure = measure
+) -> None:
     """Measures what the file does not have until the seconds are over."""
     measured = {name(json.loads(line)) for line in path.read_text().splitlines()} if path.exists() else set()
     began = time.monotonic()

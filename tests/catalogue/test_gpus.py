@@ -48,7 +48,9 @@ PRINTED = {
     "NVIDIA GH200 120GB": "gh200-120gb",
     "NVIDIA GB200": "gb200",
     "NVIDIA B300 SXM6 AC": "b300",
+    "AMD Instinct MI210": "mi210",
     "AMD Instinct MI325X": "mi325x",
+    "AMD Instinct MI350X": "mi350x",
     "AMD Instinct MI250X / MI250": "mi250",
     "AMD Instinct MI300X": "mi300x",
     "cpu": "cpu",
@@ -140,6 +142,7 @@ def test_links_within_a_node_are_faster_than_those_between_nodes() -> None:
 
 def test_every_gpu_has_a_link_to_its_host_of_its_generation() -> None:
     generations = {"t4": "pcie3", "a100-80gb": "pcie4", "l40s": "pcie4", "h200": "pcie5", "mi250": "pcie4"}
+    generations |= {"mi210": "pcie4", "mi350x": "pcie5"}
     assert {name: GPUS[name].host_link.name for name in generations} == generations
     grace = {name: gpu.host_link.name for name, gpu in GPUS.items() if not gpu.host_link.name.startswith("pcie")}
     assert grace == {"gh200": "nvlink-c2c", "gh200-120gb": "nvlink-c2c", "gb200": "nvlink-c2c-shared"}

@@ -10,6 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from shoal.catalogue.gpus import GPUS
+from shoal.plan.compute import block_compute
 from shoal.plan.host import host_seconds
 from shoal.plan.launched import block_operations
 from shoal.plan.speed import forecast_speed
@@ -56,6 +58,25 @@ def test_the_operations_of_a_block_are_those_of_transformers(model_type: str, sh
     assert block_operations(run) == pytest.approx(counted, rel=0.1)
 
 
+def test_rotary_embeddings_as_complex_numbers_are_half_as_many_operations() -> None:
+    turns = torch.polar(torch.ones(8, 4), torch.ones(8, 4))[None, :, None, :]
+    heads = [torch.ones(2, 8, count, 8, dtype=torch.bfloat16, requires_grad=True) for count in (4, 2)]
+    with Operations() as counted:
+        # As torchtitan's apply_rotary_emb computes it.
+        pairs = [torch.view_as_complex(one.float().reshape(*one.shape[:-1], -1, 2)) for one in heads]
+        rotated = [torch.view_as_real(one * turns).flatten(3).to(torch.bfloat16) for one in pairs]
+        torch.autograd.grad(rotated, heads, [torch.ones_like(one) for one in rotated])
+    run = make_run("llama3.2-1b", compiled=False, precision="bf16-true", traits=SYSTEMS["torchtitan"])
+    halves = run.with_(traits=replace(run.traits, rotary="halves"))
+    assert block_operations(halves) - block_operations(run) == pytest.approx(45 - counted.count, abs=3)
+    # And fewer addresses are computed: those of one cast; the product moves its bytes, in pairs, meanwhile.
+    elements, h200 = run.tokens * (run.shape.query_width + run.shape.kv_width), 4.8e12
+    elementwise = block_compute(run.with_(gpu=GPUS["h200"])).elementwise
+    fused = block_compute(run.with_(gpu=GPUS["h200"], traits=replace(run.traits, fused_rotary=True))).elementwise
+    kernels = elements * (1 / 330e9 + (8 + 6) / (0.8 * h200) - 4 / (0.64 * h200))
+    assert elementwise.forward - fused.forward == pytest.approx(kernels, rel=0.02)
+
+
 def test_blocks_with_more_operations_wait_longer_for_the_host() -> None:
     traits = SYSTEMS["huggingface"]
     run = make_run("llama3-8b", "b200", length=128, compiled=False, precision="bf16-true", traits=traits)
@@ -68,6 +89,18 @@ def test_blocks_with_more_operations_wait_longer_for_the_host() -> None:
 
     assert host(run) == pytest.approx(32 * 2.0e-3)
     assert host(eager) == pytest.approx(32 * 2.0e-3 * 207 / 171)
+
+
+def test_the_cores_of_a_grace_take_longer_unless_blocks_are_graphs() -> None:
+    run = make_run("llama3-8b", "h200", length=16, micro_batch=1, compiled=False, traits=SYSTEMS["megatron"])
+    hosts = {name: host_seconds(run.with_(gpu=GPUS[name]), 32) for name in ("h200", "b200", "gh200", "gb200")}
+    assert hosts["h200"] == hosts["b200"]
+    assert [hosts[name] / hosts["h200"] for name in ("gh200", "gb200")] == pytest.approx([33.17 / 13.48, 37.08 / 13.48])
+
+    graphs = replace(SYSTEMS["megatron"], graphs_layers=True)
+    steps = [forecast_speed(run.with_(gpu=GPUS["gb200"], compiled=True, traits=one)).step for one in (run.traits, graphs)]
+    waits = [sum(part.amount for part in step.parts if part.name == "kernel launch overhead") for step in steps]
+    assert waits[0] > 0.1 > waits[1] == 0
 
 
 def test_checkpointing_takes_the_host_almost_a_block_more_and_less_if_it_is_reentrant():

@@ -93,6 +93,21 @@ def test_a_memory_that_is_no_peak_of_the_run_as_stated_is_not_counted():
     assert {one.what for one in published.compare(rows, all_counted=True)} == {"memory", "speed"}
 
 
+def test_the_libraries_of_a_row_are_those_of_the_wheels_that_it_ran_with():
+    published, _ = script()
+    years = {(row.source, row.run.gpu.name): row.run.traits.software for row in published.read_published() if row.run}
+    # PyTorch 2.5 and 2.6 in 2025, on Hopper; PyTorch 2.8; a container, and nightly builds.
+    for source, gpu, year in (
+        ("torchtune-clusters", "h100-80gb", 2024),
+        ("torchtune-clusters", "a100-80gb", 2025),
+        ("smollm3", "h100-80gb", 2024),  # by its date
+        ("scicom-throughput", "h100-80gb", 2025),
+        ("lsai-ddp", "gh200-120gb", 2025),
+        ("aws-torchtitan", "h100-80gb", 2025),
+    ):
+        assert years[source, gpu] == year, source
+
+
 @pytest.mark.parametrize("name", ["docs/plan.md"])
 def test_the_documents_have_the_table(name):
     _, report = script()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from shoal.catalogue.gpus import GPUS
 from shoal.catalogue.shapes import parameters
 from shoal.config.mesh import Mesh
 from shoal.plan.memory import forecast_memory
@@ -422,8 +423,20 @@ def test_cublas_workspaces_are_allocated_for_both_threads() -> None:
     # Before PyTorch 2 they were cuBLAS's own; XLA has none; and a CPU neither.
     assert not workspaces("v100-32gb", replace(SYSTEMS["huggingface"], software=2022))
     assert not workspaces("a100-80gb", replace(SYSTEMS["huggingface"], planned_memory=True))
-    assert not workspaces("mi300x")
     assert not workspaces("cpu")
+    # hipBLAS's, and hipBLASLt's, since 2025.
+    assert workspaces("mi300x") == 2 * 128 + 76
+    assert workspaces("mi250") == workspaces("mi355x") == 2 * 32 + 76
+    assert not workspaces("mi300x", replace(SYSTEMS["huggingface"], software=2024))
+
+
+def test_transformer_engine_keeps_its_weights_in_fp8_too() -> None:
+    run = make_run("llama2-7b", "h100-80gb", traits=SYSTEMS["megatron"], precision="fp8", strategy="zero1")
+    matrices = 32 * (4 * 4096**2 + 3 * 4096 * 11008) / GIB
+    assert at(run, "optimizer step", "weights in fp8") == pytest.approx(2 * matrices)
+    # Blackwell multiplies fp8 matrices of any layout.
+    assert at(run.with_(gpu=GPUS["b200"]), "optimizer step", "weights in fp8") == pytest.approx(matrices)
+    assert not at(run.with_(precision="bf16-mixed"), "optimizer step", "weights in fp8")
 
 
 LOOP = replace(SYSTEMS["deepspeed"], masters_with_optimizer=False, holds_outputs="next", caches_keys=True)

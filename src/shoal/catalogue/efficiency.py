@@ -21,6 +21,7 @@ class Efficiency:
     half_keys: int = 0  # with this many keys per query, attention reaches half of its share; 0: not known
     fp32: float | None = None  # of peak fp32 FLOP/s, large matmuls; None: a little more than `matmuls`
     inner_half: float = 256.0  # a matmul with this inner dimension reaches half the throughput of a long one
+    wide_inner_half: float = 256.0  # the same in fp32
 
 
 # Streaming multiprocessors, from NVIDIA's datasheets and architecture papers.
@@ -77,6 +78,13 @@ MULTIPROCESSORS: dict[str, int] = {
     "rtx5080": 84,
     "rtx5090": 170,
     "rtx-pro-6000": 188,
+    # Compute units, of one die of an MI250.
+    "mi210": 104,
+    "mi250": 104,
+    "mi300x": 304,
+    "mi325x": 304,
+    "mi350x": 256,
+    "mi355x": 256,
 }
 
 
@@ -98,24 +106,34 @@ def clock(gpu: Gpu) -> float:
 # The share of training over the speed of large matmuls alone: 0.89 on an A100 and 0.98 on an H200, the two families of
 # which both are known.
 IN_TRAINING = 0.93
+# Data center and workstation devices with GDDR memory that corrects errors by itself, which takes some of its speed.
+CORRECTING = frozenset({"t4", "rtx8000", "a10", "a10g", "a40", "l4", "l20", "l40", "l40s"})
+# Share of the bandwidth that fused kernels reach: as on an H200; and on GeForce and workstation parts since the RTX 30,
+# whose memory is slow for their multiprocessors: a norm on an RTX 5090 from memory, 0.70 to 0.80 (NVIDIA/TileGym, issue
+# 82), where copies and sums reach 0.85 to 0.92 on seven of these [6].
+BANDWIDTH, GDDR_BANDWIDTH, GDDR = 0.64, 0.76, ((8, 6), (8, 9), (12, 0))
 # Sustained TFLOP/s of large bf16 matmuls (fp16 before Ampere), and of fp32 ones: the mean of 8,192 and 10,240 rows and
-# columns where both are published, else 0.96 of the best size, as on the devices that list all sizes. 70 W are too
-# little for the peak of a T4 or an L4, whose larger sizes reach 0.82 of the best.
+# columns where both are published, else 0.96 of the best size, as on the devices that list all sizes. 72 W are too
+# little for the peak of an L4, whose larger sizes reach 0.82 of the best.
 MATMULS: dict[str, tuple[float, float | None]] = {
-    "t4": (34.5, 4.2),
+    # Its chip with more power reaches 0.86 of the same peak [2]; 70 W lower its clock from 1,590 to about 900 MHz
+    # (mlcommons/inference_results_v0.5, issue 20).
+    "t4": (31.7, 4.2),
     "v100-16gb": (93.4, 14.4),
     "v100-32gb": (93.4, 14.4),
     "rtx2080ti": (56.2, 12.5),
     # Not published: at the V100's share of the peak, with fp32 as on an RTX 2080 Ti.
     "titan-rtx": (97.5, 15.1),
     "rtx8000": (97.5, 15.1),
-    # Twice the speed of its TF32 matmuls, 35.3: 150 W are too little for the peak.
-    "a10": (70.7, 14.7),
+    # 54 in fp16 and 56 in bf16 [6]: 150 W are too little for the peak.
+    "a10": (55.0, 14.7),
     "a10g": (68.0, 22.8),
     "a40": (117.0, 22.2),
     "l4": (58.2, 10.9),
     "l40s": (258.0, 45.0),
     "l20": (109.5, 35.8),
+    # Not published: as much per watt as an L20, which has the same chip and, with 275 W, 92 of its multiprocessors.
+    "l40": (119.5, 39.1),
     # fp32 as on an RTX 3090.
     "rtx3060": (27.0, 8.6),
     "rtx3060ti": (35.0, 13.3),
@@ -149,16 +167,26 @@ MATMULS: dict[str, tuple[float, float | None]] = {
     "b200": (1640.0, 63.6),
     "b300": (1698.0, None),
     "gb200": (1749.0, None),
+    "mi210": (127.5, 33.4),
     # On an MI210, which has one of its two dies and about half of its power.
     "mi250": (127.5, 33.4),
-    "mi300x": (642.0, None),
-    "mi325x": (754.0, None),
+    # 1,104 and 1,206 with 8,192 rows and columns, by torch.matmul and F.linear [23].
+    "mi350x": (1155.0, None),
     "mi355x": (1502.0, None),
 }
+# TFLOP/s of typical bf16 matmuls, of which training reaches all. On an MI325X 616 over ten shapes of DeepSeek V3, 650
+# without what their inner dimensions cost, where the best shape reaches 831 [19]. An MI300X as much less as its best,
+# 708 of 843 [20]: 546, as much as Llama's shapes were measured to reach with ROCm 6.2 [13]. The same of fp8 matmuls
+# would be 1,011, and in training they reach 1,040 [21].
+TYPICAL: dict[str, float] = {"mi300x": 546.0, "mi325x": 650.0}
 # The same of fp8 matmuls, as shares of the peak: 0.93 × 0.96 of the best size [1]. Elsewhere 0.89 of what 16-bit ones
 # reach, as on an H100, but at most as much as on an H200, unless multiprocessors are as slow as the H20's: what limits
 # those, power or software, limits them too.
 FP8: dict[str, float] = {"h20": 0.76, "gh200": 0.69, "b200": 0.68, "b300": 0.67, "gb200": 0.65}
+# On an MI300X 1,023 TFLOP/s in LoRA of Llama 2 70B, 1,040 without what the inner dimensions cost [21]; an MI325X as
+# much more as its best, 1,519 of 1,273 [20]; an MI355X by the rule of the others, 3,273 at best [22], and an MI350X at
+# its ratio to bf16.
+FP8 |= {"mi300x": 0.398, "mi325x": 0.475, "mi350x": 0.487, "mi355x": 0.58}
 FP8_RATIO, FP8_MOST = 0.89, 0.62
 # Ada's and Blackwell's workstation parts reach 0.99 of the share of 16-bit ones: a 4090 and an RTX PRO 6000 [9].
 WORKSTATION_FP8 = 0.99
@@ -173,11 +201,14 @@ ATTENTION: dict[str, tuple[float, int]] = {
     "b200": (1150.0, 470),
     "b300": (1190.0, 470),
     "gb200": (1225.0, 470),
-    # AMD's own kernels, of 2025: causal, 1,024 to 10,240 tokens, the backward pass with fp32 sums [10]. An MI325X at
-    # the MI300X's ratio to matmuls.
-    "mi300x": (515.0, 430),
-    "mi325x": (605.0, 430),
-    "mi355x": (970.0, 450),
+    # AMD's own kernels, of 2025: causal, 1,024 to 10,240 tokens, the backward pass with fp32 sums. Alone they reach 515
+    # on an MI300X and 970 on an MI355X [10]; in training of Llama 2 70B on an MI300X 391 with 8,192 tokens, 0.84 of it
+    # [21]. An MI325X at the MI300X's ratio to matmuls.
+    "mi300x": (432.0, 430),
+    "mi325x": (514.0, 430),
+    "mi355x": (814.0, 450),
+    # At the MI355X's ratio to matmuls.
+    "mi350x": (626.0, 450),
 }
 # Elsewhere, relative to matmuls: flash attention 2 as on a 4090 (an A5000 and a 3090 confirm it), the memory-efficient
 # kernel before Ampere, and on an MI250 the ratio of flash attention 2 on an H100.
@@ -189,6 +220,8 @@ _OLD_AMPERE = Efficiency(matmuls=0.735, attention=0.64, bandwidth=0.60, fp8=0.62
 _AMPERE = replace(_OLD_AMPERE, matmuls=0.765)
 # From this year on PyTorch's wheels have the libraries that those matmuls ran with.
 AMPERE_SINCE = 2025
+# Matmuls in fp32, which do not use tensor cores, reach more of their lower peak.
+FP32_MATMULS = 1.1
 # From 35 of the runs in benchmarks/gpu/sweep_h200; 20 others were measured afterwards.
 _HOPPER = Efficiency(matmuls=0.75, attention=0.52, bandwidth=0.64, fp8=0.62, half_keys=200)
 _LIMITED_HOPPER = Efficiency(matmuls=0.54, attention=0.48, bandwidth=0.60, fp8=0.62)
@@ -207,16 +240,16 @@ _OLD_BLACKWELL: dict[int, float] = {2025: 0.9}
 # and 158).
 CDNA3 = frozenset({"mi300x", "mi325x"})
 _COMPOSABLE_KERNEL, _ASSEMBLY_SINCE, _TRANSFORMER_ENGINE_SINCE = 230e12, 2026, 2025
-# Matmuls by the year of ROCm. Before 6.2, which is that of PyTorch 2.5, they reached 450 TFLOP/s where they reach 668
-# with PyTorch's TunableOp [1]; 6.2 without it 493 with an inner dimension of 1,280 and 546 with 8,192, 0.9 of it [13].
-_OLD_ROCM_MATMULS: dict[int, float] = {2023: 450 / 668, 2024: 0.9, 2025: 0.9}
+# Before ROCm 6.2, which is that of PyTorch 2.5, large matmuls reached 450 TFLOP/s where they reach 668 with PyTorch's
+# TunableOp [1].
+_OLD_ROCM_MATMULS: dict[int, float] = {2023: 450 / 668}
 # In 2024 fp8 matmuls were no faster than 16-bit ones: 207 TFLOP/s by Transformer Engine [13], 110 by PyTorch [14].
 _ROCM_FP8_SINCE = 2025
 
 
 def _published(name: str) -> Efficiency:
     """From the speeds of matmuls and attention that were published for this device."""
-    gpu, (matmuls, fp32) = GPUS[name], MATMULS[name]
+    gpu, (matmuls, fp32) = GPUS[name], MATMULS.get(name) or (TYPICAL[name] / IN_TRAINING, None)
     peak, capability = (gpu.bf16 or gpu.fp16) / 1e12, gpu.compute_capability
     ratio = AMD if capability is None else FLASH if capability >= (8, 0) else EFFICIENT
     attention, half_keys = ATTENTION.get(name, (ratio * matmuls, 200))
@@ -226,11 +259,12 @@ def _published(name: str) -> Efficiency:
     return Efficiency(
         matmuls=IN_TRAINING * matmuls / peak,
         attention=attention / peak,
-        bandwidth=0.64,
+        bandwidth=GDDR_BANDWIDTH if capability in GDDR and name not in CORRECTING else BANDWIDTH,
         fp8=FP8.get(name, fp8),
         half_keys=half_keys,
         fp32=IN_TRAINING * fp32 * 1e12 / gpu.fp32 if fp32 else None,
         inner_half=256.0 * relative_rate(gpu),
+        wide_inner_half=256.0 * relative_rate(gpu) * gpu.fp32 / (1e12 * peak),
     )
 
 
@@ -247,7 +281,7 @@ FAMILIES: dict[str, Efficiency] = {
     # 16-bit ones do on the H100 that is limited to 500 W.
     "gh200-120gb": replace(_LIMITED_HOPPER, bandwidth=0.64, fp8=0.48, half_keys=200),
     "h200": _HOPPER,
-    **{name: _published(name) for name in MATMULS},
+    **{name: _published(name) for name in (*MATMULS, *TYPICAL)},
 }
 # A device without an entry is like the one of its architecture that has one.
 _BY_CAPABILITY = {
@@ -255,7 +289,6 @@ _BY_CAPABILITY = {
     (7, 5): "t4",
     (8, 0): "a100-80gb",
     (8, 6): "a6000",
-    # The L40, at half of the L40S's rate, is not limited by its power: an L20, which has the same chip, reaches 0.93.
     (8, 9): "rtx4090",
     (9, 0): "h200",
     (10, 0): "b200",
@@ -285,8 +318,9 @@ def efficiency(gpu: Gpu, *, software: int = 0, transformer_engine: bool = False)
             matmuls=min(found.matmuls, old.matmuls),
             attention=min(found.attention, old.attention),
             fp8=min(found.fp8, old.fp8),
-            fp32=found.fp32,
+            fp32=found.fp32 or FP32_MATMULS * found.matmuls,  # without Hopper's instructions
             inner_half=found.inner_half,
+            wide_inner_half=found.wide_inner_half,
         )
     if gpu.name in CDNA3 and software:
         peak, matmuls = gpu.bf16 or gpu.fp16, _OLD_ROCM_MATMULS.get(software, 1.0) * found.matmuls

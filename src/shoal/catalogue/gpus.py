@@ -46,7 +46,7 @@ class Gpu:
         if self.name in ("gh200", "gh200-120gb", "gb200"):
             return LINKS["nvlink-c2c-shared" if self.name == "gb200" else "nvlink-c2c"]
         if self.name.startswith("mi"):
-            return LINKS["pcie4" if self.name == "mi250" else "pcie5"]
+            return LINKS["pcie4" if self.name in ("mi210", "mi250") else "pcie5"]
         capability = self.compute_capability or (0, 0)
         return LINKS["pcie5" if capability >= (9, 0) else "pcie4" if capability >= (8, 0) else "pcie3"]
 
@@ -165,8 +165,12 @@ GPUS: dict[str, Gpu] = {
         Gpu("b300", 267.7, 7.7e12, 2250e12, 2250e12, 75e12, 4500e12, (10, 3), "nvlink5"),
         # Half a card: PyTorch sees each of its two dies as a device.
         Gpu("mi250", 63.98, 1.6e12, 181e12, 181e12, 45.3e12, None, None, "xgmi2"),
+        # One such die on a card of its own; two to four are joined by bridges, if any.
+        Gpu("mi210", 63.98, 1.6e12, 181e12, 181e12, 45.3e12, None, None, "pcie4"),
         Gpu("mi300x", 191.98, 5.3e12, 1307e12, 1307e12, 163.4e12, 2615e12, None, "xgmi3"),
         Gpu("mi325x", 255.98, 6.0e12, 1307.4e12, 1307.4e12, 163.4e12, 2614.9e12, None, "xgmi3"),
+        # The same chip with 1,000 and 1,400 W.
+        Gpu("mi350x", 287.98, 8.0e12, 2306.9e12, 2306.9e12, 144.2e12, 4613.7e12, None, "xgmi4"),
         Gpu("mi355x", 287.98, 8.0e12, 2516.6e12, 2516.6e12, 157.3e12, 5033e12, None, "xgmi4"),
         # For planning, not measured: about eight cores of a workstation.
         Gpu("cpu", 16.0, 50e9, 0.5e12, 0.25e12, 0.5e12, None, None, "loopback"),
@@ -194,7 +198,8 @@ _PRINTED: tuple[tuple[str, str], ...] = (
     (r"rtx 4090 d", "rtx4090d"),
     (r"rtx a4000", "a4000"),
     (r"h20", "h20"),
-    (r"mi355x( oam)?", "mi355x"),
+    (r"(mi350x|mi355x)( oam)?", r"\1"),
+    (r"mi210", "mi210"),
     (r"l4", "l4"),
     (r"l40", "l40"),
     (r"l40s", "l40s"),

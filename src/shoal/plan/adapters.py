@@ -1,22 +1,20 @@
 """Seconds of the adapters of a block: LoRA and DoRA, ours and PEFT's."""
 
-from shoal.plan.blocks import Linear
-from shoal.plan.kernels import (
-    DROPOUT_RATE,
-    EAGER_RATE,
-    MIXED_RATE,
-    UPCAST_RATE,
-    Seconds,
-    bandwidth,
-    contiguous_rate,
-    matmul_seconds,
-)
+from shoal.catalogue.efficiency import MULTIPROCESSORS
+from shoal.plan.blocks import Linear, linears
+from shoal.plan.cache import cached_rate
+from shoal.plan.eager import Kernel, cast, kernel_seconds
+from shoal.plan.kernels import Seconds, bandwidth, contiguous_rate, matmul_seconds
 from shoal.plan.run import Adapter, Run
 from shoal.plan.states import adapted, stored_bytes
 
-# Bytes per element of a GPTQ matrix that PyTorch's kernels dequantize, as in AutoGPTQ where neither exllama's nor
-# Triton's run: shifted (0.5 read, 4 written), cast to 8 bits (5), masked (2), less its zero (2), times its scale (3).
-GPTQ_TRAFFIC = 16.5
+# The kernels of a GPTQ matrix that PyTorch dequantizes, as in AutoGPTQ where neither exllama's nor Triton's run, by the
+# bytes that they move per element: shifted (0.5 read, 4 written), cast to 8 bits, masked, less its zero, times its
+# scale. Most of them read a broadcast tensor or cast.
+GPTQ_KERNELS = [
+    *(Kernel(1, 4.5, unrolled=True), Kernel(1, 5, unrolled=True), Kernel(1, 2)),
+    *(Kernel(1, 2, unrolled=True), Kernel(1, 3, unrolled=True)),
+]
 # Bytes per second and multiprocessor that bitsandbytes dequantizes NF4 at, read and written: 1.9 to 2.2 TB/s on an H200
 # (benchmarks/gpu/adapters_h200/kernels.json).
 DEQUANTIZATION_RATE = 2.1e12 / 132
@@ -26,9 +24,15 @@ def dequantization_seconds(run: Run, adapter: Adapter, elements: float) -> tuple
     """Seconds to dequantize `elements` of the frozen matrices in the forward and the backward pass."""
     if adapter.quantize == "gptq":
         # Autograd saves the dequantized matrix, which no parameter is: the backward pass has it.
-        return elements * GPTQ_TRAFFIC / bandwidth(run), 0.0
-    once = elements * (stored_bytes(run, adapter) + run.compute_bytes) / contiguous_rate(run, DEQUANTIZATION_RATE)
-    return once, once
+        return kernel_seconds(run, GPTQ_KERNELS, elements), 0.0
+    moved = elements * (stored_bytes(run, adapter) + run.compute_bytes)
+    rate = contiguous_rate(run, DEQUANTIZATION_RATE)
+    if run.gpu.name in MULTIPROCESSORS:
+        # The matmul reads what was written, and its memory is used again: it need not leave the cache.
+        each = moved / len(linears(run.shape, joined=run.traits.fused_qkv))
+        limit = DEQUANTIZATION_RATE * MULTIPROCESSORS[run.gpu.name]
+        rate = min(cached_rate(run.gpu, each, rate), limit)
+    return moved / rate, moved / rate
 
 
 def adapter_seconds(run: Run, adapter: Adapter) -> tuple[float, float]:
@@ -71,51 +75,31 @@ def _eager_kernels(run: Run, adapter: Adapter, one: Linear) -> Seconds:
     stored = 4 if peft and not run.narrow_adapters else run.compute_bytes
     if run.fuses_adapters:
         # The matmul that adds reads what it adds to, in either pass.
-        moved = run.tokens / contiguous_rate(run)
-        return Seconds(outputs * made * moved, inputs * read * moved)
+        return _seconds(run, [Kernel(outputs, made)], [Kernel(inputs, read)])
     quantized, autocast = adapter.quantize is not None, run.traits.autocasts
     seen = stored if peft and not (quantized and autocast) else read  # by dropout
-    ahead, back = _Kernels(run), _Kernels(run)
-    ahead.cast(inputs, read, seen)
-    ahead.cast(inputs, seen, computed)
-    back.cast(inputs, computed, seen)
-    back.cast(inputs, seen, read)
-    back.move(inputs, 3 * read)
-    if adapter.dropout:
-        for passed in (ahead, back):
-            passed.move(inputs, 2 * seen + 1, DROPOUT_RATE)
-    for passed in (ahead, back):
-        passed.move(outputs, 2 * computed)
+    ahead = [*cast(inputs, read, seen), *cast(inputs, seen, computed)]
+    back = [*cast(inputs, computed, seen), *cast(inputs, seen, read), Kernel(inputs, 3 * read)]
+    # Dropout is as fast as kernels that are not vectorized in fp32, on an H200 355e9 elements a second, in bf16 not.
+    dropped = [Kernel(inputs, 2 * seen + 1, unrolled=seen == 4)] if adapter.dropout else []
+    scaled = [Kernel(outputs, 2 * computed)]
+    ahead, back = ahead + dropped + scaled, back + dropped + scaled
     if peft and adapter.quantize in ("nf4", "fp4"):
-        ahead.move(outputs, 2 * made)
+        ahead.append(Kernel(outputs, 2 * made))
     if quantized and not autocast:
-        ahead.cast(outputs, computed, made)
-        back.cast(outputs, made, computed)
-        ahead.move(outputs, 3 * made)
-        return Seconds(ahead.seconds, back.seconds)
+        ahead += [*cast(outputs, computed, made), Kernel(outputs, 3 * made)]
+        return _seconds(run, ahead, [*back, *cast(outputs, made, computed)])
     widest = max(made, computed)
-    ahead.move(outputs, made + computed + widest, MIXED_RATE if made != computed else EAGER_RATE)
-    back.cast(outputs, widest, computed)
+    ahead.append(Kernel(outputs, made + computed + widest, unrolled=made != computed))
+    back += cast(outputs, widest, computed)
     if not quantized:
-        ahead.cast(outputs, widest, made)
-        back.cast(outputs, made, widest)
-        back.cast(outputs, widest, made)
-    return Seconds(ahead.seconds, back.seconds)
+        ahead += cast(outputs, widest, made)
+        back += [*cast(outputs, made, widest), *cast(outputs, widest, made)]
+    return _seconds(run, ahead, back)
 
 
-class _Kernels:
-    """Seconds of elementwise kernels over a run's tokens, added up."""
-
-    def __init__(self, run: Run) -> None:
-        self.run, self.seconds = run, 0.0
-
-    def move(self, width: float, size: float, per_unit: float = EAGER_RATE) -> None:
-        """A kernel that moves `size` bytes for each of `width` elements of a token."""
-        self.seconds += self.run.tokens * width * size / contiguous_rate(self.run, per_unit)
-
-    def cast(self, width: float, before: int, after: int) -> None:
-        if before != after:
-            self.move(width, before + after, UPCAST_RATE if after > before else EAGER_RATE)
+def _seconds(run: Run, ahead: list[Kernel], back: list[Kernel]) -> Seconds:
+    return Seconds(kernel_seconds(run, ahead, run.tokens), kernel_seconds(run, back, run.tokens))
 
 
 def _dora(run: Run, adapter: Adapter, inputs: float, outputs: float) -> tuple[float, float]:

@@ -1,5 +1,6 @@
 """Memory that only communication and the optimizer's step need."""
 
+from shoal.catalogue.efficiency import CDNA3
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.plan.activations import block_input
 from shoal.plan.blocks import linears
@@ -19,15 +20,21 @@ HOPPER = (9, 0)
 # (parseChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp). Before version 2.0 cuBLAS allocated its own.
 WORKSPACE, HOPPER_WORKSPACE = 8.125 * 2**20, 32 * 2**20
 WORKSPACES_SINCE = 2023
+# The same of hipBLAS, more on MI300 and MI325, and one of hipBLASLt, since PyTorch 2.6 of January 2025 (pytorch's pull
+# requests 138791 and 139300).
+HIP_WORKSPACE, CDNA3_WORKSPACE, LT_WORKSPACE = 32 * 2**20, 128 * 2**20, 76 * 2**20
+HIP_WORKSPACES_SINCE = 2025
 
 
 def matmul_workspaces(run: Run) -> float:
     """Bytes that PyTorch allocates for cuBLAS and keeps."""
     capability = run.gpu.compute_capability
-    if run.gpu.is_cpu or capability is None or run.traits.planned_memory:
+    if run.gpu.is_cpu or run.traits.planned_memory:
         return 0.0
-    if 0 < run.traits.software < WORKSPACES_SINCE:
+    if 0 < run.traits.software < (HIP_WORKSPACES_SINCE if capability is None else WORKSPACES_SINCE):
         return 0.0
+    if capability is None:
+        return 2 * (CDNA3_WORKSPACE if run.gpu.name in CDNA3 else HIP_WORKSPACE) + LT_WORKSPACE
     return 2 * (HOPPER_WORKSPACE if capability >= HOPPER else WORKSPACE)
 
 

@@ -10,6 +10,8 @@ from shoal.plan.activations import selected_matmuls
 from shoal.plan.adapters import adapter_seconds, dequantization_seconds
 from shoal.plan.attention import attention_seconds
 from shoal.plan.blocks import biased_outputs, linears
+from shoal.plan.cache import cached_seconds
+from shoal.plan.eight_bit import eight_bit_step
 from shoal.plan.head import (
     fused_rows,
     is_aligned,
@@ -19,7 +21,7 @@ from shoal.plan.head import (
     logit_columns,
     overwrites_logits,
 )
-from shoal.plan.kernels import STREAMED, Seconds, bandwidth, eager_bandwidth, matmul_seconds
+from shoal.plan.kernels import Seconds, bandwidth, eager_bandwidth, matmul_seconds, streamed_bandwidth
 from shoal.plan.muon import orthogonalization_seconds
 from shoal.plan.packed import packed_linears, summed_gradients
 from shoal.plan.run import Run
@@ -207,11 +209,13 @@ def _compiled_kernels(run: Run) -> Seconds:
     rotated = wide * (shape.query_width + shape.kv_width) / tp if shape.traits.rotary else 0.0
     # A residual add fused with the following norm reads both summands, and writes the stream and its norm.
     narrow = hidden if run.traits.liger_kernels else shape.hidden
-    per_token = 4 * (hidden + narrow) * shared + 2 * rotated + (3 if shape.traits.gated else 2) * inner
+    moved = [2 * (hidden + narrow) * shared] * 2 + [2 * rotated, (3 if shape.traits.gated else 2) * inner]
     if run.traits.fused_by_hand:
         # The sums of the residual stream are read once more by the norms, and queries copied.
-        per_token += 2 * hidden * shared + 2 * shape.query_width / tp
-    ahead = run.tokens * per_token * itemsize / rate
+        moved.append(2 * hidden * shared + 2 * shape.query_width / tp)
+    sizes = [run.tokens * itemsize * one for one in moved]
+    ahead = sum(cached_seconds(run.gpu, one, rate) for one in sizes)
+    behind = sum(cached_seconds(run.gpu, TRAFFIC_BACKWARD * one, rate) for one in sizes)
     casting = 0.0
     if run.casts_weights:
         casting = sum(one.parameters for one in linears(shape)) / tp * (run.weight_bytes + itemsize) / rate
@@ -225,7 +229,7 @@ def _compiled_kernels(run: Run) -> Seconds:
         casting += run.tokens * cast * (itemsize + run.layer_bytes) / rate
     summed = BIAS_TRAFFIC * run.tokens * biased_outputs(shape, tp) * itemsize / rate * run.trained.blocks
     spared = summed_gradients(run) * run.tokens * shape.hidden * itemsize / rate
-    return Seconds(ahead + casting, TRAFFIC_BACKWARD * ahead + casting + summed - spared)
+    return Seconds(ahead + casting, behind + casting + summed - spared)
 
 
 def _written_out_gelu(run: Run) -> Seconds:
@@ -235,7 +239,7 @@ def _written_out_gelu(run: Run) -> Seconds:
     ahead, back = AUTOCAST_GELU_TRAFFIC if run.in_autocast else GELU_TRAFFIC
     if not run.writes_out_gelu:
         ahead, back = ERF_GELU_TRAFFIC
-    rate = eager_bandwidth(run, STREAMED) * 2 / run.compute_bytes
+    rate = eager_bandwidth(run, streams=True) * 2 / run.compute_bytes
     elements = run.tokens * run.shape.ffn / run.mesh.tp
     return Seconds(elements * ahead / rate, elements * back / rate)
 
@@ -261,17 +265,17 @@ def head_seconds(run: Run) -> Seconds:
     if trained:
         # Added to part by part, in fp32 if weights are: read and written while the next tile is computed.
         summed = parts * shape.hidden * columns if parts > 1 else 0.0
-        moved = summed * 2 * run.weight_bytes / (run.gpu.memory_bandwidth * STREAMED)
+        moved = summed * 2 * run.weight_bytes / streamed_bandwidth(run)
         back += max(slower * matmul_seconds(run, shape.hidden, tokens, columns), moved)
         if run.traits.sums_head_gradient:  # written, cast, and read once more
             back += summed * (2 * run.compute_bytes + 8) / eager_bandwidth(run)
     if run.loss == "chunked" and run.traits.chunks == "recomputed" and run.traits.casts_per_use and run.mixed:
         # TRL casts the head to fp32, and autocast back, for each part of 256 tokens, in either pass.
         copied = tokens / RECOMPUTED_ROWS * shape.hidden * columns * (4 + run.compute_bytes)
-        ahead += copied / (run.gpu.memory_bandwidth * STREAMED)
+        ahead += copied / streamed_bandwidth(run)
     if parts > 1 and run.casts_weights and run.traits.liger_kernels:
         # Autocast does not keep its copy of a view, nor of a frozen weight, so that every part makes its own.
-        copied = parts * shape.hidden * columns * (4 + run.compute_bytes) / (run.gpu.memory_bandwidth * STREAMED)
+        copied = parts * shape.hidden * columns * (4 + run.compute_bytes) / streamed_bandwidth(run)
         ahead += copied
         back += 0.0 if trained else copied
     if is_padded(run):
@@ -316,10 +320,10 @@ def optimizer_seconds(run: Run, parameters: float) -> float:
         moved += run.compute_bytes + (0 if run.traits.fused_step else weight)
     rate = bandwidth(run)
     if foreach:
-        rate = eager_bandwidth(run, STREAMED)
+        rate = eager_bandwidth(run, streams=True)
     elif run.traits.fused_step and optimizer.streams:
-        rate = run.gpu.memory_bandwidth * STREAMED
-    seconds = parameters * moved / rate
+        rate = streamed_bandwidth(run)
+    seconds = max(parameters * moved / rate, eight_bit_step(run, parameters))
     if optimizer.needs_whole_matrices:
         turns = run.replicas if run.traits.shares_muon else 1
         seconds += orthogonalization_seconds(run) * parameters / count_parameters(run.shape) / turns

@@ -10,15 +10,21 @@ multiprocessor gets through as many per clock. Which kernels a block has is from
 from dataclasses import dataclass
 
 from shoal.catalogue.efficiency import MULTIPROCESSORS, clock
+from shoal.catalogue.gpus import Gpu
 from shoal.plan.activations import has_head_norms, has_mlp_in_place
 from shoal.plan.blocks import biased_outputs, linears
-from shoal.plan.kernels import STREAMED, Seconds, eager_bandwidth
+from shoal.plan.cache import cached_seconds
+from shoal.plan.kernels import Seconds, eager_bandwidth
 from shoal.plan.packed import gathered_sums
 from shoal.plan.run import Run
 
 # Elements per clock and multiprocessor of a kernel that is not vectorized. On an H200: products with a broadcast tensor
 # 332e9 elements a second in bf16 and 312e9 in fp32, casts of bf16 to fp32 338e9, sums over tokens 355e9.
 UNROLLED_RATE = 330e9 / (132 * 1.98e9)
+# A compute unit of AMD's issues instructions for 64 lanes per clock, a multiprocessor for 128: 403e9 elements a second
+# on an MI300X, whose sums, which were not vectorized until August 2025, were measured at 399e9 and 439e9
+# (ROCm/pytorch, pull request 2492; pytorch, issue 132964).
+COMPUTE_UNIT_LANES = 0.5
 
 # Bytes per element of a softmax of whole rows or of its backward pass, by its time: it reads its inputs more than once,
 # partly from the cache.
@@ -45,21 +51,43 @@ class Kernel:
     fused: bool = False  # reaches the share of the bandwidth that fused kernels do
 
 
+def cast(elements: float, before: int, after: int) -> list[Kernel]:
+    """A cast from `before` to `after` bytes per element, if these differ."""
+    return [] if before == after else [Kernel(elements, before + after, unrolled=after > before)]
+
+
+def unrolled_rate(gpu: Gpu) -> float:
+    """Elements per second of a kernel that is not vectorized, on a device whose multiprocessors are known."""
+    lanes = COMPUTE_UNIT_LANES if gpu.compute_capability is None else 1.0
+    return UNROLLED_RATE * lanes * MULTIPROCESSORS[gpu.name] * clock(gpu)
+
+
 def kernel_seconds(run: Run, kernels: list[Kernel], tokens: float) -> float:
     """Seconds of kernels over `tokens`."""
     units = MULTIPROCESSORS.get(run.gpu.name)
     if units is None:
         return tokens * sum(one.elements * one.moved for one in kernels) / eager_bandwidth(run)
-    rate, shares = UNROLLED_RATE * units * clock(run.gpu), (eager_bandwidth(run, STREAMED), eager_bandwidth(run))
-    return tokens * sum(one.elements * max(one.moved / shares[one.fused], one.unrolled / rate) for one in kernels)
+    rate, shares = unrolled_rate(run.gpu), (eager_bandwidth(run, streams=True), eager_bandwidth(run))
+    return sum(
+        max(
+            cached_seconds(run.gpu, tokens * one.elements * one.moved, shares[one.fused]),
+            tokens * one.elements * one.unrolled / rate,
+        )
+        for one in kernels
+    )
 
 
 def block_seconds(run: Run) -> Seconds:
     """Norms, rotary embeddings, activation functions and residual sums of a block, with autocast's casts."""
-    parts = [_norms(run), _rotary(run), _feed_forward(run), _sums(run), _casts(run)]
+    parts = [_norms(run), _rotary(run), _repeated_keys(run), _feed_forward(run), _sums(run), _casts(run)]
     ahead = [one for forward, _ in parts for one in forward]
     behind = [one for _, backward in parts for one in backward]
     return Seconds(kernel_seconds(run, ahead, run.tokens), kernel_seconds(run, behind, run.tokens))
+
+
+def rotary_of(run: Run) -> str:
+    """What rotary embeddings rotate."""
+    return "halves" if run.shape.model_type.startswith("qwen") else run.traits.rotary
 
 
 def spared_power(run: Run, busy: float, others: float) -> float:
@@ -133,6 +161,9 @@ def _rotary(run: Run) -> tuple[list[Kernel], list[Kernel]]:
     if run.traits.fused_rotary:
         turned = [Kernel((shape.query_width + shape.kv_width) / tp, 2 * run.layer_bytes, fused=True)]
         return copied + turned + out, turned + out
+    if rotary_of(run) != "halves":
+        ahead, behind = _rotated_pairs(run, (shape.query_width + shape.kv_width) / tp)
+        return copied + ahead + out, behind + out
     # Multiplied with cosines and sines in the dtype of the residual stream under autocast.
     wide = max(run.layer_bytes, run.residual_bytes if run.in_autocast else 0)
     heads = (shape.query_width + shape.kv_width) / tp
@@ -148,6 +179,31 @@ def _rotary(run: Run) -> tuple[list[Kernel], list[Kernel]]:
     if wide > itemsize and wide > run.layer_bytes:
         narrowed, widened = [Kernel(heads, wide + itemsize)], [Kernel(heads, wide + itemsize, unrolled=True)]
     return twice + halves + joined + summed + narrowed + out, twice + halves + summed + zeros + widened + out
+
+
+def _rotated_pairs(run: Run, heads: float) -> tuple[list[Kernel], list[Kernel]]:
+    """Rotary embeddings of pairs of neighbours in fp32. A kernel over one of each pair moves both, which share a
+    sector of memory."""
+    up, down = cast(heads, run.layer_bytes, 4), cast(heads, 4, run.layer_bytes)
+    if rotary_of(run) == "complex":
+        product = [*up, Kernel(heads / 2, 16, unrolled=True), *down]
+        return product, product
+    # Four products with cosines and sines, the sums of two, both halves stacked.
+    ahead = [Kernel(2 * heads, 12, unrolled=True), Kernel(heads, 12), Kernel(heads, 8, unrolled=True)]
+    # One half negated, four products, each of them written into zeros, and these added up.
+    behind = [Kernel(heads / 2, 12, unrolled=True), Kernel(2 * heads, 12, unrolled=True)]
+    behind += [Kernel(4 * heads, 4), Kernel(2 * heads, 12, unrolled=True), Kernel(3 * heads, 12)]
+    return up + ahead + down, up + behind + down
+
+
+def _repeated_keys(run: Run) -> tuple[list[Kernel], list[Kernel]]:
+    """Copies of keys and values for every query head, and the sums of their gradients over the heads of a group."""
+    shape, itemsize = run.shape, run.compute_bytes
+    if not run.traits.repeats_keys or shape.kv_width >= shape.query_width:
+        return [], []
+    moved = itemsize * (1 + shape.kv_width / shape.query_width)
+    repeated = [Kernel(2 * shape.query_width / run.mesh.tp, moved, unrolled=True)]
+    return repeated, repeated
 
 
 def _feed_forward(run: Run) -> tuple[list[Kernel], list[Kernel]]:

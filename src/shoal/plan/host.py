@@ -18,7 +18,8 @@ COMPILED_BLOCK_HOST = 2.2e-3  # measured on the host of an H200: benchmarks/gpu/
 GRAPH_BLOCK_HOST = 1.8e-3
 # The same of Megatron's layers, which are modules of Transformer Engine since 2023: Llama 2 70B with adapters takes 64
 # B200 1.2 times as long without CUDA graphs (docs.nvidia.com/dl-cuda-graph/latest/examples/llama2-70b-lora.html) as the
-# 0.254 s that it takes with them (mlcommons/training_results_v5.0, Oracle's), for 80 layers.
+# 0.254 s that it takes with them (mlcommons/training_results_v5.0, Oracle's), for 80 layers. 48 layers take 220 ms with
+# one sequence of 1,024 tokens, of which 37 ms are optimizer, head and loss (vuiseng9/megatron-tutorials), as much each.
 ENGINE_BLOCK_HOST, ENGINE_SINCE = 1.2 * 0.254 / 80, 2023
 # Host time of an adapted layer, eager: about twenty kernels forward and backward, and PEFT's Python between them; and
 # of a quantized one, which bitsandbytes dequantizes in Python in both passes. From steps that hardly depend on the
@@ -45,6 +46,9 @@ ZERO3_HOST, ZERO3_GATHERING_HOST = 0.39e-3, 0.52e-3
 FSDP_HOST = 2.6e-3
 # Autocast launches a cast for every weight, input and bias of a linear layer, and for their gradients.
 AUTOCAST_HOST = 1.5
+# How much longer the cores of a Grace take: a linear layer of PyTorch takes the host 33.2 microseconds on a GH200 and
+# 37.1 on a GB200, where a Xeon of a DGX H100 takes 13.5 (NVIDIA/TransformerEngine, issue 2053).
+GRACE_HOST = {"nvlink-c2c": 33.17 / 13.48, "nvlink-c2c-shared": 37.08 / 13.48}
 # What a forward pass without autograd adds to that, as of a reference model; and activation checkpointing: reentrant it
 # is such a pass, and otherwise every saved tensor goes through hooks in Python. Measured on blocks of a Llama with and
 # without adapters, on the host of an H200: benchmarks/gpu/trainer_h200.
@@ -55,16 +59,13 @@ FORWARD_HOST, HOOKED_HOST = 0.4, 0.9
 # of the Trainer on the host of an H200: benchmarks/gpu/trainer_h200/kernels.jsonl.
 STEP_HOST, TENSOR_HOST, ADAPTER_TENSOR_HOST = 4e-3, 0.02e-3, 0.08e-3
 OPTIMIZER_HOST = {"adamw8bit": 0.09e-3, "adafactor": 0.45e-3}
-# Grace, the CPU beside these devices, takes longer than the Xeon of a DGX H100: for the forward pass of nn.Linear 33.2
-# and 37.1 microseconds in place of 13.5 (NVIDIA/TransformerEngine, issue 2053).
-GRACE = {"gh200": 33.17 / 13.48, "gh200-120gb": 33.17 / 13.48, "gb200": 37.08 / 13.48}
 
 
 def host_seconds(run: Run, blocks: int) -> float:
     """Host time to launch the kernels of a micro-batch, forward and backward."""
     if run.traits.graphs_layers:
         return 0.0
-    return _launching(run, blocks) * GRACE.get(run.gpu.name, 1.0)
+    return _launching(run, blocks) * GRACE_HOST.get(run.gpu.host_link.name, 1.0)
 
 
 def _launching(run: Run, blocks: int) -> float:
@@ -142,6 +143,6 @@ def step_host_seconds(run: Run, blocks: int, device: float) -> float:
         tensors, each = 2 * len(adapted(run)) * blocks, ADAPTER_TENSOR_HOST
     else:
         tensors, each = (len(linears(run.shape, joined=run.traits.fused_qkv)) + 2) * blocks, TENSOR_HOST
-    slower = GRACE.get(run.gpu.name, 1.0)
+    slower = GRACE_HOST.get(run.gpu.host_link.name, 1.0)
     launched = tensors * OPTIMIZER_HOST.get(run.optimizer, 0.0) * slower
     return (STEP_HOST + tensors * each) * slower + max(0.0, launched - device)

@@ -2,11 +2,16 @@
 
 from dataclasses import dataclass
 
-from shoal.catalogue.efficiency import MULTIPROCESSORS, Efficiency, efficiency
+from shoal.catalogue.efficiency import (
+    CORRECTING,
+    FP32_MATMULS,
+    MULTIPROCESSORS,
+    Efficiency,
+    efficiency,
+    relative_rate,
+)
 from shoal.plan.run import Run
 
-# Matmuls in fp32, which do not use tensor cores, reach more of their lower peak.
-FP32_MATMULS = 1.1
 # Elements of the output that a multiprocessor computes at a time, 128 × 256, and inner dimensions from which on several
 # multiprocessors share a tile. When the last tiles are computed, some multiprocessors wait: as if there were a third of
 # a wave of tiles more. The shares of the peak are those of twenty waves and more.
@@ -15,6 +20,12 @@ TILE, SHARED_INNER, TAIL, WAVES = 128 * 256, 2048, 0.3, 20
 WIDE_TILE = 64
 # Smaller tiles, by how many of them are in a large one, and their speed.
 TILES = ((1, 1.0), (2, 0.92), (8, 0.75))
+# A smaller tile reads more bytes for its FLOPs, which takes a multiprocessor as long whatever its peak. On Ada, whose
+# cache has most of them, small tiles are therefore nearly as fast: squares of 1,024 reach 0.80 to 0.91 of large ones on
+# an RTX 4060, 4060 Ti and 4090, but 0.75 to 0.79 on an RTX 3060, 3070 and 3080, 0.61 on a V100 and 0.40 on an RTX 5090
+# (zzc0721/torch-performance-test-data, issues 66, 78, 114, 124, 131, 140, 145, 171). With 2,048 tokens of Qwen3-0.6B an
+# RTX 4090 reaches 140 TFLOP/s, of 146 (XiaoJianyu219/llm-infra-bench, 08-single-gpu-profiling).
+NARROW = ((8, 9),)
 # Share of the memory bandwidth that a streaming kernel over long tensors reaches: our AdamW of fp32 weights on an H200
 # moves 34.6 GB in 8.6 ms (benchmarks/gpu/ideas_h200/kernels_wide_stream_4.txt); its norm is a little slower.
 STREAMED = 0.8
@@ -22,16 +33,16 @@ STREAMED = 0.8
 # multiprocessor whatever its memory, which is enough for an H200 (4.8 TB/s over 132) and not for a B200: pytorch issue
 # 161518; CUB doubled them there (NVIDIA/cccl, pull request 4790).
 EAGER_RATE = 4.8e12 / 132
+# The same of GeForce and workstation parts since the RTX 30, whose memory is slow for their multiprocessors: AdamW's
+# kernels reach 0.89 to 0.92 on an RTX 4090 (XiaoJianyu219/llm-infra-bench, 08-single-gpu-profiling: ref_s2048_b1).
+STREAMED_GDDR, GDDR = 0.90, ((8, 6), (8, 9), (12, 0))
 # Share of the memory bandwidth that PyTorch's kernels reach on contiguous tensors of one dtype, or if they cast fp32 to
 # 16 bits: 4.0 to 4.4 TB/s on an H200 (benchmarks/gpu/adapters_h200/kernels.json). An A800's multiplication of two
 # tensors reaches 0.89 (mli/transformers-benchmarks, issue 4).
 CONTIGUOUS = 0.87
 # The same of data center devices with GDDR memory, whose error correction is in the memory itself: an L4's copies reach
 # 0.78, where a 4090's, without it, reach 0.91 (chsasank/device-benchmarks).
-CORRECTED, CORRECTING = 0.78, frozenset({"t4", "rtx8000", "a10", "a10g", "a40", "l4", "l20", "l40", "l40s"})
-# Bytes per second and multiprocessor of those that load 16-bit elements one by one, on the same H200: casts to fp32,
-# sums of two dtypes, and dropout.
-UPCAST_RATE, MIXED_RATE, DROPOUT_RATE = 2.1e12 / 132, 2.6e12 / 132, 3.0e12 / 132
+CORRECTED = 0.78
 
 
 @dataclass(frozen=True)
@@ -74,13 +85,14 @@ def matmul_seconds(
     if itemsize == 4 and run.compute_bytes < 4 and not unaligned:
         return _wide_matmul_seconds(run, rows, inner, columns, flops)
     # Prologue and epilogue of a tile cost the same whatever the inner dimension.
-    half = 256.0 if itemsize == 4 else reached.inner_half
+    half = reached.wide_inner_half if itemsize == 4 else reached.inner_half
     short = inner / (inner + half)
     if fp8 and run.gpu.fp8:
         flops = run.gpu.fp8 * reached.fp8
     size = 1 if fp8 else itemsize
     read, written = (rows * inner + inner * columns) * size, rows * columns * size
-    tail = _tail(run, rows, inner, columns) if itemsize < 4 else 1.0
+    # Where fp32 matmuls are not published, their share of the peak is that of training, with both.
+    tail = _tail(run, rows, inner, columns, itemsize) if itemsize < 4 or reached.fp32 else 1.0
     return max(work / (flops * short) * tail, read / contiguous_rate(run) + written / bandwidth(run, reached))
 
 
@@ -101,13 +113,15 @@ def matmul_flops(run: Run, itemsize: int) -> float:
     return run.gpu.fp32 * (reached.fp32 or FP32_MATMULS * reached.matmuls)
 
 
-def _tail(run: Run, rows: float, inner: float, columns: float) -> float:
+def _tail(run: Run, rows: float, inner: float, columns: float, itemsize: int) -> float:
     """How much longer a matmul takes because its tiles are not a multiple of the multiprocessors."""
     units = MULTIPROCESSORS.get(run.gpu.name)
     if units is None:
         return 1.0
     waves = rows * columns / TILE / units * max(1.0, inner / SHARED_INNER)
-    return max(1.0, min((1 + TAIL / (waves * parts)) / speed for parts, speed in TILES) / (1 + TAIL / WAVES))
+    slower = min(1.0, relative_rate(run.gpu)) if itemsize < 4 and run.gpu.compute_capability in NARROW else 1.0
+    tiles = ((parts, 1 + slower * (1 / speed - 1)) for parts, speed in TILES)
+    return max(1.0, min((1 + TAIL / (waves * parts)) * longer for parts, longer in tiles) / (1 + TAIL / WAVES))
 
 
 def bandwidth(run: Run, reached: Efficiency | None = None) -> float:
@@ -115,11 +129,21 @@ def bandwidth(run: Run, reached: Efficiency | None = None) -> float:
     return run.gpu.memory_bandwidth * (reached or reached_by(run)).bandwidth
 
 
-def eager_bandwidth(run: Run, share: float = 0.0) -> float:
-    """The same of kernels that are PyTorch's own; `share`: of the memory bandwidth, if another one."""
-    share = share or reached_by(run).bandwidth
+def eager_bandwidth(run: Run, *, streams: bool = False) -> float:
+    """The same of kernels that are PyTorch's own; `streams`: over long tensors."""
+    rate = streamed_bandwidth(run) if streams else bandwidth(run)
     units = MULTIPROCESSORS.get(run.gpu.name)
-    return share * min(run.gpu.memory_bandwidth, units * EAGER_RATE if units else run.gpu.memory_bandwidth)
+    return rate * min(1.0, units * EAGER_RATE / run.gpu.memory_bandwidth) if units else rate
+
+
+def streamed_bandwidth(run: Run) -> float:
+    """Bytes per second of a kernel that streams over long tensors."""
+    share = STREAMED
+    if run.gpu.name in CORRECTING:
+        share = CORRECTED
+    elif run.gpu.compute_capability in GDDR:
+        share = STREAMED_GDDR
+    return run.gpu.memory_bandwidth * share
 
 
 def contiguous_rate(run: Run, per_unit: float = EAGER_RATE) -> float:

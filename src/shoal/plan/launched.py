@@ -8,6 +8,7 @@ GPT-NeoX. tests/plan/test_launched.py counts them again.
 from shoal.catalogue.architectures import architecture_of
 from shoal.plan.activations import has_head_norms
 from shoal.plan.blocks import linears
+from shoal.plan.eager import rotary_of
 from shoal.plan.run import Run
 
 LLAMA_OPERATIONS = 171
@@ -16,8 +17,9 @@ LINEAR, BIAS = 6, 1.5
 # An RMSNorm that is written out: a cast, a power, a mean, a sum, a root, a product, a cast, a product; and their
 # gradients. One that is a kernel has one in each pass.
 WRITTEN_OUT_NORM, NORM = 25, 2
-# Of queries and keys: halves that are cut, negated and joined, two products and a sum.
-ROTARY = 45
+# Of queries and keys: halves that are cut, negated and joined, two products and a sum; pairs, of which each element is
+# multiplied twice on its own; or a product of complex numbers.
+ROTARY = {"halves": 45, "pairs": 63, "complex": 25}
 # The activation function, the product with the gate, and the sum of two gradients; or one kernel in each pass; or GELU
 # operation by operation.
 GATED, ACTIVATION, WRITTEN_OUT_ACTIVATION = 6, 2, 28
@@ -37,11 +39,12 @@ def block_operations(run: Run) -> float:
     written_out = traits.rms_norm and run.traits.unfused_norms
     found = LINEAR * layers + BIAS * biases + norms * (WRITTEN_OUT_NORM if written_out else NORM) + OTHERS
     if traits.rotary:
-        found += ROTARY
+        found += ROTARY[rotary_of(run)]
     if run.writes_out_gelu or run.writes_out_erf:
         found += WRITTEN_OUT_ACTIVATION
     else:
         found += GATED if traits.gated else ACTIVATION
-    if run.attention == "scores" and not run.fuses_softmax:
-        found += SCORES + (REPEATED if traits.grouped else 0)
+    scores = run.attention == "scores" and not run.fuses_softmax
+    repeated = shape.kv_heads < shape.heads and (scores or run.traits.repeats_keys)
+    found += SCORES * scores + REPEATED * repeated
     return found + DROPOUT * (2 * run.dropout + run.attention_dropout)

@@ -110,7 +110,7 @@ def usual_network(gpu: Gpu) -> str:
     """The usual network between nodes with such devices; one port per device, with V100 for two."""
     if gpu.is_cpu:
         return "ethernet-10"
-    if gpu.name.startswith("mi"):
+    if gpu.name.startswith("mi") and gpu.link.startswith("xgmi"):
         return "infiniband-hdr" if gpu.name == "mi250" else "infiniband-ndr"
     if not gpu.link.startswith("nvlink"):
         return "ethernet-25"

@@ -7,8 +7,9 @@ from shoal.catalogue.shapes import block_matrices
 from shoal.plan.blocks import linears
 from shoal.plan.communication import Group, collective_seconds, contention, exposed_reduction, rank_group, straggling
 from shoal.plan.compute import block_compute, head_seconds, optimizer_seconds
+from shoal.plan.copies import block_collectives, shard_copies
 from shoal.plan.host import host_seconds, step_host_seconds
-from shoal.plan.kernels import STREAMED, bandwidth
+from shoal.plan.kernels import bandwidth, streamed_bandwidth
 from shoal.plan.layout import Rank, count, different_ranks, ranks_of, stages_each
 from shoal.plan.model_parallel import model_parallel
 from shoal.plan.offload import activation_transfer, offloaded_state, steps_on_host
@@ -105,7 +106,7 @@ def _micro_batch(run: Run, rank: Rank) -> Term:
     """Forward and backward pass of one micro-batch on one pipeline rank."""
     block, blocks = block_compute(run), rank.blocks
     passed = run.trained.passed  # of the blocks, by the backward pass
-    loss = head_seconds(run) if rank.last else None
+    loss, copies = head_seconds(run) if rank.last else None, shard_copies(run, rank)
     compute = [
         leaf("matmuls", block.matmuls.over(blocks, passed)),
         leaf("attention", block.attention.over(blocks, passed)),
@@ -113,18 +114,22 @@ def _micro_batch(run: Run, rank: Rank) -> Term:
         leaf("activation recomputation", block.recomputed * blocks * passed),
         leaf("head and loss", loss.both if loss else 0.0),
         leaf("gradient accumulation", _accumulation(run, rank)),
+        leaf("copies around collectives", copies.total),
     ]
     ahead = block.forward * blocks + (loss.forward if loss else 0.0)
     if run.reference_pass:
         compute.append(leaf("reference forward pass", ahead))
         ahead *= 2
     back = block.backward * blocks * passed + (loss.backward if loss else 0.0)
-    host = 0.0 if run.gpu.is_cpu or replays_graphs(run) else host_seconds(run, blocks)
-    waiting = leaf("kernel launch overhead", max(0.0, host - ahead - back))
     copied = leaf("exposed activation transfer", activation_transfer(run, block) * blocks)
-    exposed, hidden = _sharding(run, rank, ahead, back)
+    exposed, hidden = _sharding(run, rank, ahead + copies.forward, back + copies.backward)
     in_blocks = model_parallel(run, rank)
     slowed = leaf("slowdown by overlapped collectives", contention(run, _shard_group(run)) * hidden)
+    # The host goes on while the device waits for a collective; ZeRO-3's waits too (`synchronize` in fetch_sub_module).
+    host = 0.0 if run.gpu.is_cpu or replays_graphs(run) else host_seconds(run, blocks)
+    awaited = in_blocks.amount + (0.0 if run.traits.hooks_modules else exposed.amount)
+    device = ahead + back + copies.total + awaited
+    waiting = leaf("kernel launch overhead", max(0.0, host - device))
     return group("micro-batch", *compute, waiting, copied, group("communication", exposed, in_blocks, slowed))
 
 
@@ -141,7 +146,7 @@ def _accumulation(run: Run, rank: Rank) -> float:
     if run.sharded and not run.accumulates_unsharded and run.mesh.pp == 1:
         held /= run.shards
     # A sum of long tensors streams; what a matmul adds is part of its epilogue.
-    rate = bandwidth(run) if run.traits.accumulates_in_matmuls else run.gpu.memory_bandwidth * STREAMED
+    rate = bandwidth(run) if run.traits.accumulates_in_matmuls else streamed_bandwidth(run)
     return held * moved / rate * (1 - 1 / run.grad_accum_steps)
 
 
@@ -162,7 +167,9 @@ def _sharding(run: Run, rank: Rank, ahead: float, back: float) -> tuple[Term, fl
         operation: Operation = "all-reduce" if run.gathers_after_step and run.traits.all_reduces else "reduce-scatter"
         return collective_seconds(run, operation, over, parameters * run.reduced_bytes) if parameters else 0.0
 
-    gather, scatter = gathered(counts.block, block_bytes(run)), scattered(counts.block * run.trained.blocks)
+    fetches, buckets = block_collectives(run)
+    gather = fetches * gathered(counts.block / fetches, block_bytes(run))
+    scatter = buckets * scattered(counts.block * run.trained.blocks / buckets)
     embedding, head = counts.embedding * run.trained.embedding, counts.head * run.trained.head
     embedding_and_head = gathered(counts.embedding_and_head) + scattered(embedding + head)
     if run.mesh.pp > 1:
@@ -244,7 +251,7 @@ def _gradient_all_reduce(run: Run, rank: Rank, trained: float) -> list[Term]:
     # Gradients are copied into buckets, and from there back, unless they are views of them.
     copied = _bucket_copies(run, trained)
     if run.traits.copies_to_buckets and run.data_parallelism.ddp:
-        copied = 4 * size / (run.gpu.memory_bandwidth * STREAMED)
+        copied = 4 * size / streamed_bandwidth(run)
     updates = 0.0
     if run.traits.shares_muon and run.optimizer == "muon":
         matrices = rank.blocks * sum(one.parameters for one in linears(run.shape))
@@ -283,7 +290,7 @@ def _bucket_copies(run: Run, trained: float) -> float:
     if not (run.traits.bucket_elements and run.data_parallelism.shards_optimizer):
         return 0.0
     moved = (6 if run.traits.all_reduces else 4) * trained * run.reduced_bytes
-    return moved / (run.gpu.memory_bandwidth * STREAMED)
+    return moved / streamed_bandwidth(run)
 
 
 def _weight_gather(run: Run, rank: Rank, trained: float) -> list[Term]:

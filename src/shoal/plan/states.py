@@ -20,6 +20,8 @@ OFFLOAD_BUCKET = 1 << 26
 BUCKET_BYTES = 25 * 2**20
 # ZeRO-1 all-gathers updated weights in buckets of this many elements, and holds them twice (optim/zero1.py).
 ZERO1_BUCKET = 1 << 24
+# The first architecture with fp8 matmuls of any layout (is_non_tn_fp8_gemm_supported in Transformer Engine).
+ANY_FP8_LAYOUT = (10, 0)
 
 
 @dataclass(frozen=True)
@@ -151,12 +153,22 @@ def _zero(run: Run, rank: Rank) -> States:
             "weights",
             leaf("parameters", 0.0 if run.offload == "cpu" else held_weights(run, rank)),
             leaf("quantization scales", replicated_scales(run, rank)),
+            leaf("weights in fp8", _fp8_weights(run, rank)),
         ),
         gradients=leaf("gradients", gradients),
         optimizer=leaf("optimizer state", 0.0 if run.offload != "none" else state),
         unreduced=leaf("unreduced gradients", 0.0),
         host=(state if run.offload != "none" else 0.0) + (held_weights(run, rank) if run.offload == "cpu" else 0.0),
     )
+
+
+def _fp8_weights(run: Run, rank: Rank) -> float:
+    """Bytes of what Transformer Engine keeps of weights that it has cast to fp8 in the first micro-batch: the matrices
+    of blocks and, but on Blackwell, whose fp8 matmuls need none, their transposed copies."""
+    if run.precision != "fp8" or not run.traits.keeps_fp8_weights or run.sharded or run.adapter is not None:
+        return 0.0
+    layouts = 1 if (run.gpu.compute_capability or (0, 0)) >= ANY_FP8_LAYOUT else 2
+    return layouts * rank.blocks * sum(one.parameters for one in linears(run.shape)) / run.mesh.tp
 
 
 def _weights(run: Run, counts: Counts, rank: Rank) -> Term:

@@ -24,6 +24,7 @@ OURS = SystemTraits(
 )
 TORCHTITAN = SystemTraits(
     repeats_keys=True,
+    rotary="complex",
     flash2=True,
     ring_attention=True,
     copies_sequences="always",  # torchtitan's pull request 437
@@ -35,7 +36,7 @@ TORCHTITAN = SystemTraits(
 # (pytorch's pull requests 153666 and 158716).
 TORCHTITAN_2025 = replace(TORCHTITAN, loss_kernel="compiled", unfused_norms=False)
 # compile_loss in torchtune/training/_compile.py; custom_sharded_layers in recipes/configs/llama3_1/*_full.yaml.
-TORCHTUNE = SystemTraits(repeats_keys=True, chunks="upcast", flash2=True, separate_head_unit="trained")
+TORCHTUNE = SystemTraits(repeats_keys=True, rotary="pairs", chunks="upcast", flash2=True, separate_head_unit="trained")
 KEMPNERFORGE = SystemTraits(repeats_keys=True, logit_bytes=18.0)
 # Lightning's plugin quantizes every linear layer, from fp16 (fabric/plugins/precision/bitsandbytes.py).
 LITGPT = SystemTraits(
@@ -48,6 +49,7 @@ LITGPT = SystemTraits(
     dequantizes_in_half=True,
     pads_vocabulary=True,
     unsharded_accumulation=True,
+    flat_parameters=True,  # FSDPStrategy in lightning/fabric/strategies/fsdp.py
     copies_to_buckets=True,  # DDPStrategy in lightning/fabric/strategies/ddp.py leaves PyTorch's default
 )
 # TrainingArguments.optim is adamw_torch_fused from PyTorch 2.8 on; before, it was a foreach AdamW.
@@ -58,6 +60,7 @@ HUGGING_FACE = SystemTraits(
     fused_rows="liger",  # fused_linear_cross_entropy_forward in liger_kernel/ops
     peft=True,
     unsharded_accumulation=True,
+    flat_parameters=True,  # fsdp_version is 1 in accelerate/utils/dataclasses.py
     wide_embedding_state=True,  # register_module_override in transformers/trainer.py
     replicates_scales=True,  # Params4bit.quant_state in bitsandbytes/nn/modules.py
     quantizes_experts=True,  # modeling_mixtral.py until transformers 5
@@ -125,8 +128,9 @@ MEGATRON_DEEPSPEED = replace(
     MEGATRON, accumulates_in_matmuls=False, flattens_gradients=True, keeps_added_gradients=True
 )
 # The Hugging Face Trainer with TRL's defaults: an fp32 model under autocast (create_model_from_path in
-# trl/trainer/utils.py), packing by position ids, a loss in parts of 256 tokens that are checkpointed (_chunk in
-# trl/trainer/sft_trainer.py, the default since June 2026), and 16-bit adapters of quantized layers (the same file).
+# trl/trainer/utils.py), packing by position ids, a loss in parts whose logits are computed again in the backward pass
+# (the default since June 2026; in version 1.15 tiles of 4,096 tokens and 32,768 columns, trl/kernels), and 16-bit
+# adapters of quantized layers (trl/trainer/sft_trainer.py).
 TRL = replace(HUGGING_FACE, variable_lengths=True, wide_base=True, chunks="recomputed", narrow_adapters="quantized")
 # The Trainer with a model in bf16 (torch_dtype in axolotl/utils/config), which leaves autocast nothing to cast, the
 # flash-attn package (`flash_attention: true` in its examples), multipack by cumulative lengths, and kernels for
@@ -165,6 +169,8 @@ COMPOSER = SystemTraits(
     unfused_norms=False,
     loss_kernel="always",
     unpads=True,  # flash_attn_fn in llmfoundry/models/layers/attention.py
+    flat_parameters=True,  # prepare_fsdp_module in composer/trainer/dist_strategy.py
+    narrow_reduction=True,  # --fsdp_config_mixed_precision PURE in scripts/train/benchmarking/submit_benchmarks.py
     software=2023,
 )
 

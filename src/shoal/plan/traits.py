@@ -155,6 +155,10 @@ class SystemTraits:
     multiplies_again: bool = False
     # Rotary embeddings are one kernel, compiled or not, rather than several.
     fused_rotary: bool = False
+    # Else they rotate the halves of a head, as transformers does; or pairs of neighbours, in fp32: one of each pair at
+    # a time (RotaryPositionalEmbeddings in torchtune/modules/position_embeddings.py), or as complex numbers
+    # (apply_rotary_emb in torchtitan/models/llama3/model.py). All of them rotate the halves of Qwen's heads.
+    rotary: Literal["halves", "pairs", "complex"] = "halves"
     # These adapters are in the dtype of the frozen weights after all: PEFT before 0.12, and where a script casts them.
     # `quantized`: in 16 bits, with their optimizer state, if the weights are quantized, as TRL's SFTTrainer casts them.
     narrow_adapters: bool | Literal["quantized"] = False
@@ -191,6 +195,8 @@ class SystemTraits:
     mask_buffers: bool = False
     # GPT-NeoX's queries and keys are rotated, and joined with the other channels, in fp32: transformers before 4.45.
     wide_rotary: bool = False
+    # FSDP1: the parameters of a unit are views of one tensor. Else FSDP2, whose units gather into another one.
+    flat_parameters: bool = False
     # With several micro-batches per step, FSDP reduces gradients only after the last one (`no_sync`), and holds them
     # unsharded until then.
     unsharded_accumulation: bool = False

@@ -29,6 +29,7 @@ FORECAST = {
     "attention": ATTENTION,
     "elementwise kernels": ELEMENTWISE,
     "gradient accumulation": ELEMENTWISE,
+    "copies around collectives": ELEMENTWISE,
     "slowdown by overlapped collectives": MATMUL,
     "slowdown by overlapped all-reduce": MATMUL,
     "optimizer": OPTIMIZER,

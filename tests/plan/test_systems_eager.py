@@ -1,0 +1,77 @@
+"""The kernels of eager blocks that differ between systems: rotary embeddings and repeated keys."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.catalogue.efficiency import MULTIPROCESSORS, clock
+from shoal.plan.compute import block_compute
+from shoal.plan.eager import UNROLLED_RATE
+from shoal.plan.launched import ROTARY, block_operations
+from shoal.plan.run import Run
+from shoal.plan.systems import SYSTEMS
+from tests.plan.planning import make_run
+from tests.plan.test_launched import Operations
+
+Rotation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+TORCHTUNE = SYSTEMS["torchtune"]
+
+
+def eager(shape: str = "llama3.2-1b", **changes: Any) -> Run:
+    return make_run(shape, compiled=False, precision="bf16-true", **{"traits": TORCHTUNE, **changes})
+
+
+def elementwise(run: Run) -> float:
+    return block_compute(run).elementwise.both
+
+
+def address(run: Run) -> float:
+    """Seconds of an element of a kernel that is not vectorized."""
+    return 1 / (UNROLLED_RATE * MULTIPROCESSORS[run.gpu.name] * clock(run.gpu))
+
+
+def as_pairs(states: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    pairs = states.float().reshape(*states.shape[:-1], -1, 2)
+    first = pairs[..., 0] * turns[..., 0] - pairs[..., 1] * turns[..., 1]
+    return torch.stack([first, pairs[..., 1] * turns[..., 0] + pairs[..., 0] * turns[..., 1]], -1).flatten(3).bfloat16()
+
+
+def as_complex(states: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    numbers = torch.view_as_complex(states.float().reshape(*states.shape[:-1], -1, 2))
+    return torch.view_as_real(numbers * torch.view_as_complex(turns)).flatten(3).bfloat16()
+
+
+@pytest.mark.parametrize(("rotate", "name"), [(as_pairs, "pairs"), (as_complex, "complex")])
+def test_the_operations_of_rotary_embeddings_are_counted(rotate: Rotation, name: str) -> None:
+    states = torch.ones(1, 4, 2, 8, dtype=torch.bfloat16, requires_grad=True)
+    turns, gradient = torch.ones(1, 4, 1, 4, 2), torch.ones_like(states)
+    with Operations() as counted:
+        rotate(states, turns).backward(gradient)
+    assert ROTARY[name] == pytest.approx(2 * counted.count, rel=0.1)  # of queries and keys
+
+
+def test_pairs_that_are_rotated_one_by_one_move_twice_what_halves_do() -> None:
+    pairs, halves, numbers = (eager(traits=replace(TORCHTUNE, rotary=one)) for one in ("pairs", "halves", "complex"))
+    rotated = pairs.tokens * (pairs.shape.query_width + pairs.shape.kv_width)
+    streamed = 0.8 * pairs.gpu.memory_bandwidth
+    # Forward: four products of half of the elements, whose memory has the others too, two sums, both joined. Backward:
+    # a negation, four products, four copies into zeros, three sums.
+    moved = 4 * 6 + 12 + (6 + 4 * 6 + 4 * (4 + 6) + 3 * 12)
+    assert elementwise(pairs) - elementwise(numbers) == pytest.approx(
+        rotated * ((moved - 2 * 8) / streamed + max(8 / streamed, address(pairs))), rel=0.02
+    )
+    assert elementwise(numbers) < elementwise(halves) < elementwise(pairs)
+    # Qwen's heads have halves in every system.
+    assert len({elementwise(eager("qwen2.5-0.5b", traits=replace(TORCHTUNE, rotary=one))) for one in ROTARY}) == 1
+
+
+def test_repeated_keys_are_copied_and_their_gradients_added_up() -> None:
+    repeated, grouped = (eager(traits=replace(TORCHTUNE, repeats_keys=one)) for one in (True, False))
+    elements = 4 * repeated.tokens * repeated.shape.query_width  # of keys and of values, in either pass
+    assert elementwise(repeated) - elementwise(grouped) == pytest.approx(elements * address(repeated), rel=0.01)
+    assert block_operations(repeated) - block_operations(grouped) == 12
+    alone = [elementwise(eager("llama2-7b", traits=replace(TORCHTUNE, repeats_keys=one))) for one in (True, False)]
+    assert alone[0] == alone[1]  # with as many keys as queries
