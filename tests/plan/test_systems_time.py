@@ -405,6 +405,14 @@ def test_fp8_matmuls_of_weights_in_16_bits_leave_the_step_as_short_as_without():
     assert block_compute(narrow).matmuls == block_compute(run).matmuls
 
 
+def test_encoders_of_transformers_do_not_cast_their_logits():
+    run = make_run("bert-base", "h200", traits=HUGGING_FACE, compiled=False, loss="plain", precision="16-mixed")
+    narrow = run.with_(traits=replace(HUGGING_FACE, narrow_loss=True))
+    assert head_seconds(run) == head_seconds(narrow)
+    other = run.with_(traits=replace(HUGGING_FACE, peft=False))
+    assert head_seconds(other).both > head_seconds(run).both
+
+
 def test_pytorchs_own_kernels_do_not_reach_a_b200s_bandwidth():
     eager = make_run("llama3-8b", "b200", traits=HUGGING_FACE, compiled=False, loss="plain", precision="bf16-true")
     hopper = eager.with_(gpu=make_run("llama3-8b", "h200").gpu)

@@ -100,10 +100,13 @@ def spared_power(run: Run, busy: float, others: float) -> float:
 
 def loss_seconds(run: Run, logits: float) -> float:
     """An eager loss: logits in fp32, their softmax and its gradient, which begins as zeros, and that in 16 bits."""
-    if run.traits.narrow_loss and run.head_bytes < 4:
+    # Of transformers' models, those that are encoders do not cast their logits either (BertForMaskedLM).
+    narrow = run.traits.narrow_loss or (run.traits.peft and run.shape.traits.post_norm)
+    if narrow and run.head_bytes < 4:
         # Autocast casts what log_softmax returns, for nll_loss, and not what it reads.
         kernels = [Kernel(1, moved) for moved in NARROW_SOFTMAX_MOVED]
         kernels += [Kernel(1, 6, unrolled=True), Kernel(1, 4), Kernel(1, 6)] if run.in_autocast else [Kernel(1, 2)]
+        kernels += [Kernel(1, 6, unrolled=True)] * run.traits.widens_outputs
         return kernel_seconds(run, kernels, logits)
     kernels = [Kernel(1, SOFTMAX_MOVED), Kernel(1, SOFTMAX_MOVED), Kernel(1, 4)]
     if run.head_bytes < 4:
