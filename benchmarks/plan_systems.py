@@ -153,16 +153,16 @@ NEAREST: dict[str, SystemTraits] = {
     "fms-kernels-4.45": replace(EARLIER, loss_kernel="always", kernel_logit_bytes=8.0),
     "fms-kernels-4.48": replace(EARLIER, loss_kernel="always", kernel_logit_bytes=10.0),
     # GPT-BigCode's logits were not upcast: without autocast, all of that is in 16 bits.
-    "gpt-bigcode-4.48": replace(EARLIER, logit_bytes=6.0),
+    "gpt-bigcode-4.48": replace(EARLIER, logit_bytes=6.0, narrow_loss=True),
     "fms-kernels-gpt-bigcode": replace(EARLIER, loss_kernel="always", kernel_logit_bytes=4.0),
     # Qwen's own model code does not upcast its logits, and with DeepSpeed there is no autocast: logits, their copy
     # without the last token and the log-softmax are in 16 bits. Its 4-bit models are GPTQ's.
-    "deepspeed-qwen": replace(OVERLAPPED, logit_bytes=6.0, fused_qkv=True),
+    "deepspeed-qwen": replace(OVERLAPPED, logit_bytes=6.0, narrow_loss=True, fused_qkv=True),
     # Stages as they are listed in gdGPT's configs/ds_config_pp.yml: the head of BLOOM is alone on its device.
     "deepspeed-balanced": replace(TRAITS["deepspeed"], even_stages=False),
     # The same of models with three matmuls: OPT in transformers, and loops with a loss of logits in 16 bits.
-    "deepspeed-narrow": replace(TRAITS["deepspeed"], logit_bytes=6.0),
-    "deepspeed-narrow-overlapped": replace(OVERLAPPED, logit_bytes=6.0),
+    "deepspeed-narrow": replace(TRAITS["deepspeed"], logit_bytes=6.0, narrow_loss=True),
+    "deepspeed-narrow-overlapped": replace(OVERLAPPED, logit_bytes=6.0, narrow_loss=True),
     "deepspeed-overlapped": OVERLAPPED,
     # Of 2023: transformers' Llama replaced the logits by their fp32 copy, and copied them without the last token.
     "deepspeed-2023": replace(OVERLAPPED, logit_bytes=16.0),
@@ -171,7 +171,7 @@ NEAREST: dict[str, SystemTraits] = {
         EARLIER, logit_bytes=12.0, shifts_logits=True, upcasts_shards=True, narrow_adapters=True, fused_qkv=True
     ),
     # A loss of its own over 16-bit logits (benchmark/gpt/model.py); Lightning's plugin has no autocast with DeepSpeed.
-    "deepspeed-lightning": replace(TRAITS["deepspeed"], logit_bytes=6.0),
+    "deepspeed-lightning": replace(TRAITS["deepspeed"], logit_bytes=6.0, narrow_loss=True),
     # ColossalAI's LowLevelZero: gradients stay on the device, are cast one by one, and reduced in buckets of 12 Mi
     # elements during the backward pass (zero/low_level/low_level_optim.py).
     "colossalai": replace(
@@ -200,7 +200,7 @@ NEAREST: dict[str, SystemTraits] = {
     "huggingface-2022": replace(TRAITS["huggingface"], foreach_step=False, wide_embedding_state=False),
     # A loop around transformers' models without autocast: logits, their copy without the last token and the
     # log-softmax are in the dtype of the head, which PEFT upcasts with quantized blocks.
-    "transformers-loop": replace(LOOP, logit_bytes=6.0),
+    "transformers-loop": replace(LOOP, logit_bytes=6.0, narrow_loss=True),
     "transformers-loop-wide": replace(LOOP, logit_bytes=10.0),
     # The same around the loss of transformers 5's own models.
     "transformers-5-loop": replace(LOOP, logit_bytes=14.0, reentrant=False, holds_outputs="step"),
@@ -526,7 +526,9 @@ NEAREST: dict[str, SystemTraits] = {
         copies_to_buckets=True,
         flash2=True,
     ),
-    "gollem-plain": replace(TRAITS["autocast"], fused_activation=True, foreach_step=True, flash2=True),
+    "gollem-plain": replace(
+        TRAITS["autocast"], narrow_loss=True, fused_activation=True, foreach_step=True, flash2=True
+    ),
     "nanochat-flash2": replace(
         TRAITS["autocast"],
         loss_kernel="compiled",
@@ -611,6 +613,7 @@ NEAREST: dict[str, SystemTraits] = {
     # nanoGPT's kind of loop without compilation: logits are held until the next ones.
     "build-nanogpt": replace(
         TRAITS["autocast"],
+        narrow_loss=True,
         fused_activation=True,
         copies_to_buckets=True,
         flash2=True,
@@ -628,7 +631,7 @@ NEAREST: dict[str, SystemTraits] = {
         flash2=True,
     ),
     "fire-nanogpt-eager": replace(
-        TRAITS["autocast"], fused_activation=True, flash2=True, logit_bytes=14.0, holds_outputs="step"
+        TRAITS["autocast"], narrow_loss=True, fused_activation=True, flash2=True, logit_bytes=14.0, holds_outputs="step"
     ),
     # transformers' models in torchtitan (experiments/transformers_modeling_backend), whose attention has fewer keys.
     "torchtitan-transformers": replace(TRAITS["torchtitan-2025"], repeats_keys=False, copies_to_buckets=True),

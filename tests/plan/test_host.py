@@ -55,4 +55,4 @@ def test_a_loss_scale_makes_the_host_wait_unless_the_optimizer_is_fused():
 def test_a_model_that_is_one_graph_takes_the_host_less_than_compiled_blocks() -> None:
     blocks = make_run("gpt2", gpu="h100-80gb", traits=SYSTEMS["autocast"], compiled=True, length=128, micro_batch=1)
     graph = blocks.with_(traits=replace(SYSTEMS["autocast"], compiles_loss=True))
-    assert host_seconds(blocks, 12) - host_seconds(graph, 12) == pytest.approx(12 * (2.2 - 0.82) * 1e-3)
+    assert host_seconds(blocks, 12) - host_seconds(graph, 12) == pytest.approx(12 * (2.2 - 1.3) * 1e-3)

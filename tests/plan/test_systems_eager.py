@@ -85,7 +85,7 @@ def test_a_step_of_torchtune_takes_what_was_measured_on_an_h200() -> None:
     trained = {"adapter": adapter, "trained": FROZEN, "loss": "chunked", "clips": False, "recompute": "none"}
     run = eager(gpu="h200", length=2048, micro_batch=6, **trained)
     measured = json.loads(MEASURED.read_text())["1b step"]["seconds"]
-    assert forecast_speed(run).step_seconds == pytest.approx(measured, rel=0.04)
+    assert forecast_speed(run).step_seconds == pytest.approx(measured, rel=0.05)
 
 
 def test_trl_reads_the_logits_of_a_plain_loss_again_for_its_log() -> None:

@@ -431,6 +431,14 @@ def test_fp8_matmuls_of_weights_in_16_bits_leave_the_step_as_short_as_without():
     assert block_compute(narrow).matmuls == block_compute(run).matmuls
 
 
+def test_encoders_of_transformers_do_not_cast_their_logits():
+    run = make_run("bert-base", "h200", traits=HUGGING_FACE, compiled=False, loss="plain", precision="16-mixed")
+    narrow = run.with_(traits=replace(HUGGING_FACE, narrow_loss=True))
+    assert head_seconds(run) == head_seconds(narrow)
+    other = run.with_(traits=replace(HUGGING_FACE, peft=False))
+    assert head_seconds(other).both > head_seconds(run).both
+
+
 def test_pytorchs_own_kernels_do_not_reach_a_b200s_bandwidth():
     eager = make_run("llama3-8b", "b200", traits=HUGGING_FACE, compiled=False, loss="plain", precision="bf16-true")
     hopper = eager.with_(gpu=make_run("llama3-8b", "h200").gpu)
@@ -478,14 +486,35 @@ def test_eager_kernels_stream_their_bytes_or_compute_an_address_for_each_element
     assert amd[0].forward - amd[1].forward == pytest.approx(slower, rel=0.02)
 
 
-def test_matmuls_between_eager_kernels_are_faster_where_power_limits_compiled_ones():
-    def slower(gpu: str, shape: str) -> float:
-        eager = make_run(shape, gpu, traits=HUGGING_FACE, compiled=False, precision="bf16-true", length=2048)
-        return block_compute(eager).matmuls.both / block_compute(eager.with_(compiled=True)).matmuls.both
+def test_matmuls_are_faster_where_power_limits_them_and_other_kernels_draw_less():
+    def faster(gpu: str, shape: str, **settings: bool) -> float:
+        run = make_run(shape, gpu, traits=SYSTEMS["autocast"], **settings)
+        sizes = [(one.inputs, one.outputs) for one in linears(run.shape)]
+        shapes = [
+            each
+            for inputs, outputs in sizes
+            for each in ((run.tokens, inputs, outputs), (run.tokens, outputs, inputs), (inputs, run.tokens, outputs))
+        ]
+        return sum(matmul_seconds(run, *each) for each in shapes) / block_compute(run).matmuls.both
 
-    assert slower("h200", "qwen2.5-0.5b") == pytest.approx(1 / 1.16, rel=0.01)
-    assert slower("h200", "llama3-70b") > 0.95  # matmuls take most of its step anyway
-    assert slower("a100-80gb", "qwen2.5-0.5b") == 1
+    assert faster("h200", "smollm2-135m", compiled=False) == pytest.approx(1.16, rel=0.01)
+    assert 1.03 < faster("h200", "smollm2-135m", compiled=True) < 1.13
+    for compiled in (False, True):
+        assert faster("h200", "llama3-70b", compiled=compiled) < (1.01 if compiled else 1.08)  # matmuls take most of it
+        assert faster("a100-80gb", "smollm2-135m", compiled=compiled) == pytest.approx(1)
+
+
+def test_a_loss_of_16_bit_logits_is_computed_in_16_bits_under_autocast_too():
+    run = make_run("gpt2", "h200", traits=SYSTEMS["autocast"], compiled=False, loss="plain", precision="bf16-mixed")
+    logits = run.tokens * 50257
+    for precision, bytes_less in (("bf16-mixed", 29 - 12.1), ("bf16-true", None)):
+        wide = run.with_(precision=precision)
+        narrow = wide.with_(traits=replace(wide.traits, narrow_loss=True))
+        less = head_seconds(wide).both - head_seconds(narrow).both
+        if bytes_less is None:  # nor are logits cast, and their gradient begins as zeros of 16 bits
+            assert less == pytest.approx(logits * ((29 + 4 + 6 - 12.1 - 2) / (0.8 * 4.8e12) + 1 / 330e9), rel=0.02)
+        else:
+            assert less == pytest.approx(logits * bytes_less / (0.8 * 4.8e12), rel=0.02)
 
 
 def test_the_trainer_waits_for_the_loss_and_its_host_prepares_the_step_meanwhile():

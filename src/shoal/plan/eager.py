@@ -29,10 +29,15 @@ COMPUTE_UNIT_LANES = 0.5
 # Bytes per element of a softmax of whole rows or of its backward pass, by its time: it reads its inputs more than once,
 # partly from the cache.
 SOFTMAX_MOVED = 14.5
+# The same in 16 bits, forward and backward: 2.20 and 3.02 ms for 32,768 rows of 50,304 on an H200
+# (benchmarks/gpu/small_gpt_h200).
+NARROW_SOFTMAX_MOVED = (5.1, 7.0)
 
-# Compiled training takes all the power that these devices may draw (an H200 693 of 700 W), which lowers their clocks.
-# Where matmuls and attention take half of a step, as in eager ones, the same matmuls are faster: the median of nine
-# runs, 1.11 to 1.25 (the same file), none where they take as much as in the compiled runs that `matmuls` was chosen by.
+# Steps of large compiled models take all the power that these devices may draw (an H200 693 of 700 W), which lowers
+# their clocks. Where matmuls and attention take half of a step, as in eager ones, the same matmuls are faster: the
+# median of nine runs, 1.11 to 1.25 (the same file), none where they take as much as in the compiled runs that `matmuls`
+# was chosen by. So they are in compiled steps of small models: those of GPT-2 run at 786 TFLOP/s with 0.63 of a step,
+# where they reach 560 to 650 alone (benchmarks/gpu/small_gpt_h200).
 POWER_LIMITED, SPARED, HALF, MOST = frozenset({"h100-80gb", "h800-80gb", "h200"}), 0.16, 0.55, 0.80
 
 
@@ -86,8 +91,8 @@ def rotary_of(run: Run) -> str:
 
 
 def spared_power(run: Run, busy: float, others: float) -> float:
-    """How much faster matmuls are than in compiled steps if they and attention take `busy` seconds of a block."""
-    if run.compiled or run.gpu.name not in POWER_LIMITED or run.traits.software == 2023:
+    """How much faster matmuls are than in large models' steps if they and attention take `busy` seconds of a block."""
+    if run.gpu.name not in POWER_LIMITED or run.traits.software == 2023:
         return 1.0  # the Hopper of 2023 is by eager runs
     share = busy / (busy + others)
     return 1 + SPARED * min(1.0, max(0.0, (MOST - share) / (MOST - HALF)))
@@ -95,6 +100,14 @@ def spared_power(run: Run, busy: float, others: float) -> float:
 
 def loss_seconds(run: Run, logits: float) -> float:
     """An eager loss: logits in fp32, their softmax and its gradient, which begins as zeros, and that in 16 bits."""
+    # Of transformers' models, those that are encoders do not cast their logits either (BertForMaskedLM).
+    narrow = run.traits.narrow_loss or (run.traits.peft and run.shape.traits.post_norm)
+    if narrow and run.head_bytes < 4:
+        # Autocast casts what log_softmax returns, for nll_loss, and not what it reads.
+        kernels = [Kernel(1, moved) for moved in NARROW_SOFTMAX_MOVED]
+        kernels += [Kernel(1, 6, unrolled=True), Kernel(1, 4), Kernel(1, 6)] if run.in_autocast else [Kernel(1, 2)]
+        kernels += [Kernel(1, 6, unrolled=True)] * run.traits.widens_outputs
+        return kernel_seconds(run, kernels, logits)
     kernels = [Kernel(1, SOFTMAX_MOVED), Kernel(1, SOFTMAX_MOVED), Kernel(1, 4)]
     if run.head_bytes < 4:
         kernels += [Kernel(1, 6, unrolled=True)] * (2 if run.traits.widens_outputs else 1) + [Kernel(1, 6)]

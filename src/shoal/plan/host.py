@@ -14,10 +14,10 @@ EAGER_BLOCK_HOST = 2.0e-3
 # 2024). On the host of an H200 1.6 and 1.8 ms per block were measured (benchmarks/gpu/compiled_loss_h200).
 ENCODER_HOST = 1.4
 COMPILED_BLOCK_HOST = 2.2e-3  # measured on the host of an H200: benchmarks/gpu/small_h200
-# The same if the model is compiled with its loss as one graph, without guards and calls between its blocks: GPT-2 with
-# one sequence of 1,024 tokens takes an H100 12.5 ms, of which 2.7 are AdamW's (Jjschwartz/gollem, experiments/gpt2).
-# Pythia-160m takes an H200 at most 1.6 ms per block, BERT-large 1.9 (benchmarks/gpu/drawn_h200/loops.jsonl).
-GRAPH_BLOCK_HOST = 0.82e-3
+# The same if the model is compiled with its loss as one graph, without guards and calls between its blocks: 0.6 of it
+# in one call (benchmarks/gpu/small_gpt_h200). GPT-2 with one sequence of 1,024 tokens takes an H100 12.5 ms, so at most
+# 0.8 per block (Jjschwartz/gollem, experiments/gpt2).
+GRAPH_BLOCK_HOST = 1.3e-3
 # The same of Megatron's layers, which are modules of Transformer Engine since 2023: Llama 2 70B with adapters takes 64
 # B200 1.2 times as long without CUDA graphs (docs.nvidia.com/dl-cuda-graph/latest/examples/llama2-70b-lora.html) as the
 # 0.254 s that it takes with them (mlcommons/training_results_v5.0, Oracle's), for 80 layers. 48 layers take 220 ms with

@@ -51,6 +51,7 @@ LITGPT = SystemTraits(
     fused_qkv=True,
     quantized_keep_inputs=True,
     holds_last_logits=True,  # fit in litgpt/finetune/lora.py
+    narrow_loss=True,  # chunked_cross_entropy in litgpt/utils.py
     quantizes_head=True,
     quantizes_experts=True,
     dequantizes_in_half=True,

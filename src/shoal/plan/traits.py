@@ -38,6 +38,9 @@ class SystemTraits:
     # The model replaces its logits by an fp32 copy, and copies that without the last token of each sequence:
     # transformers before 4.45.
     shifts_logits: bool = False
+    # Logits are not cast to fp32 before the loss. On a GPU, log_softmax is then in 16 bits under autocast too:
+    # cross_entropy_loss in ATen/native/LossNLL.cpp gives it a dtype, which autocast leaves.
+    narrow_loss: bool = False
     # The same with a vocabulary sharded over tensor-parallel ranks.
     sharded_logit_bytes: float = 12.0
     # `chunked`: logits and their gradients are computed chunk by chunk. `upcast`: all logits are kept in the compute
