@@ -542,3 +542,10 @@ def test_a_compiled_model_that_returns_its_logits_has_zeros_for_their_gradient()
     # Kernels by hand have neither, and some write over the logits.
     assert logits(loss_kernel="always", loss_in_place=True) == pytest.approx(2)
     assert logits(software=2023, loss_kernel="always") == pytest.approx(4)
+
+
+def test_encoders_of_transformers_do_not_upcast_their_logits():
+    run = make_run("bert-large", compiled=False, precision="bf16-true", loss="plain", traits=SYSTEMS["huggingface"])
+    logits = run.tokens * run.shape.vocab
+    found = [head(one).peak.find("logits and loss") for one in (run, run.with_(precision="bf16-mixed"))]
+    assert [one.amount / logits for one in found if one] == [6, 12]
