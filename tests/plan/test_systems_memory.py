@@ -10,6 +10,7 @@ import pytest
 from shoal.catalogue.gpus import GPUS
 from shoal.catalogue.shapes import parameters
 from shoal.config.mesh import Mesh
+from shoal.plan.head import head
 from shoal.plan.memory import forecast_memory
 from shoal.plan.run import FROZEN, Adapter, Run
 from shoal.plan.systems import SYSTEMS
