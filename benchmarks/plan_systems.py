@@ -276,8 +276,20 @@ NEAREST: dict[str, SystemTraits] = {
     # With CUDA graphs: --cuda_graphs true in nemotron/launch.sh of dgxc-benchmarking on GB200, MCORE_CUDA_GRAPH=1 in
     # configs of MLPerf's LoRA.
     "nemo-graphs": replace(TRAITS["nemo"], graphs_layers=True),
-    # NeMo with ub_tp_comm_overlap: False.
+    # NeMo with ub_tp_comm_overlap: False; and that with CUDA graphs.
     "nemo-plain": replace(TRAITS["nemo"], overlaps_tensor=False),
+    "nemo-plain-graphs": replace(TRAITS["nemo"], overlaps_tensor=False, graphs_layers=True),
+    # Its LoRA recipes of version 24.12: no MegatronCommOverlapCallback, without which nothing overlaps, no distributed
+    # optimizer, and cross_entropy_loss_fusion = False (finetune_recipe in nemo/collections/llm/recipes/llama3_8b.py and
+    # llama3_70b.py); and MLPerf's code of round 5.0 where a config does not set TP_COMM_OVERLAP.
+    "nemo-lora": replace(
+        TRAITS["nemo"],
+        overlaps_tensor=False,
+        overlaps_gradients=False,
+        overlaps_weight_gather=False,
+        overlaps_pipeline=False,
+        loss_kernel="never",
+    ),
     # flash-attn's norms and attention, an eager activation and loss (cast_to_fp32 in nanotron/models/llama.py), fp32
     # gradients that FP32GradientAccumulator adds up, and stages that are balanced by get_block_compute_costs.
     "nanotron": replace(
@@ -679,4 +691,24 @@ NEAREST: dict[str, SystemTraits] = {
     "megatron-0.14-overlapped": replace(
         MEGATRON, loss_kernel="never", overlaps_gradients=True, overlaps_weight_gather=True
     ),
+    # Recipes of Megatron-Bridge 0.1.0rc4 as they are: both overlaps and fp32 gradients (recipes/qwen), no
+    # comm_overlap_config, and `bias_activation_fusion` false (models/gpt_provider.py).
+    "bridge-recipe": replace(MEGATRON, fused_activation=False, overlaps_gradients=True, overlaps_weight_gather=True),
+    # AMD's Llama 3.1 8B of MLPerf 5.1: a DistributedDataParallelConfig without overlaps, grad_reduce_in_fp32 false
+    # (src/train.py).
+    "nemo-no-overlap": replace(MEGATRON, wide_gradients=False),
+    # A loop of its own over a Qwen3-like model: keys repeated before attention, the loss in four parts, each
+    # checkpointed (src/nanollm/model.py).
+    "nanollm": replace(TRAITS["autocast"], chunks="recomputed", repeats_keys=True),
+    # A plain transformer by hand with torch.optim.AdamW as it is; logits are held until the next ones (scripts/train.py
+    # of ssra).
+    "ssra": replace(
+        TRAITS["autocast"], fused_activation=True, foreach_step=True, logit_bytes=14.0, holds_outputs="next"
+    ),
+    # Logits in fp32, copied without the last token, with a fused AdamW (labs/common/frontierlab/train/loop.py).
+    "frontierlab": replace(TRAITS["autocast"], logit_bytes=12.0, shifts_logits=True),
+    # PEFT over transformers' Llama with AdamW as it is, the loss in parts of 2,048 tokens with their logits, each
+    # checkpointed (train_delta.py of delta-attention); SDPA of transformers 4.51 repeats keys.
+    "delta-attention": replace(LOOP, chunks="recomputed", reentrant=False, flash2=True),
+    "delta-attention-sdpa": replace(LOOP, chunks="recomputed", reentrant=False, flash2=True, repeats_keys=True),
 }
