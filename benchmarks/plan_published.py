@@ -4,7 +4,7 @@ python benchmarks/plan_published.py [--held-out] [--source NAME]
 
 The rows are `plan/published/rows.jsonl`, their sources `sources.json`, and models that the catalogue does not have
 `models.json`. Some sources are held out: no constant and no trait may be chosen with them in view, and their error is
-computed only with `--held-out`. The systems' traits are in `plan_systems.py`.
+computed only with `--held-out`. The systems' traits are in `nearest/`.
 """
 
 import argparse
@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from nearest import NEAREST
 from plan_accuracy import TRAITS
-from plan_systems import NEAREST
 
 from shoal.catalogue.gpus import GPUS, LINKS, Link
 from shoal.catalogue.optimizers import OPTIMIZERS

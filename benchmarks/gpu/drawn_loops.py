@@ -58,7 +58,7 @@ def draw(count: int) -> Iterator[dict[str, Any]]:
 
 
 def system(precision: str, *, compiled: bool, foreach: bool) -> str:
-    """Its name in `plan_systems.py`."""
+    """Its name in `nearest/`."""
     parts = ["autocast" * (precision == "bf16-mixed"), "compiled" * compiled, "foreach" * foreach]
     return "-".join(["plain-loop", *filter(None, parts)])
 

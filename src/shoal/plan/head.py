@@ -182,7 +182,7 @@ def _plain_bytes(run: Run) -> float:
         zeros = run.compute_bytes if run.traits.compiles_loss and run.traits.returns_logits and run.compiled else 0.0
         return (run.traits.kernel_logit_bytes or both * run.compute_bytes) + zeros + label_bytes(run)
     # A head in fp32 returns logits in it.
-    wide = run.head_bytes - run.compute_bytes
+    wide = float(run.head_bytes - run.compute_bytes)
     if run.traits.peft and run.shape.traits.post_norm and not run.in_autocast:  # transformers' encoders upcast nothing
         wide -= LOSS_BYTES * (1 - run.compute_bytes / 4)
     return wide + (run.traits.sharded_logit_bytes if run.mesh.tp > 1 else run.traits.logit_bytes)
