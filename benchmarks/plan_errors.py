@@ -95,7 +95,7 @@ def without(choice: Without) -> Iterator[None]:
 
 
 def known() -> tuple[list[Figure], list[Figure]]:
-    """(our own runs, systems that are modelled): the rows of `data/`, and the sweep and the Trainer's on an H200."""
+    """(our own runs, systems that are modelled): the rows of `data/`, and those that were measured on an H200."""
     measured = ROOT / "benchmarks" / "gpu"
     rows = [row for file in MEASURED for row in read_measured(measured / file)]
     own, modelled = [], compare(rows)

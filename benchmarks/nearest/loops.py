@@ -130,7 +130,7 @@ LOOPS: dict[str, SystemTraits] = {
         copies_to_buckets=True,
         logit_bytes=14.0,
     ),
-    # The same as nanoGPT and nanochat, on Hopper with versions of PyTorch that prefer flash attention 2 there.
+    # As nanoGPT and nanochat, on Hopper with versions of PyTorch that prefer flash attention 2 there; and not compiled.
     "gollem": replace(
         TRAITS["autocast"],
         loss_kernel="compiled",
@@ -171,7 +171,8 @@ LOOPS: dict[str, SystemTraits] = {
     # flash-attn's attention, RMSNorm and rotary embeddings between compiled parts, keys and values repeated before;
     # torch.optim.AdamW as it is.
     "llm-pretrainer": replace(TRAITS["autocast"], unfused_norms=False, repeats_keys=True, foreach_step=True),
-    # The same loops with the flash-attn package, which keeps packed documents apart by their lengths.
+    # Plain loops, under autocast and by hand, with the flash-attn package, which keeps packed documents apart by their
+    # lengths.
     "autocast-flash2": replace(TRAITS["autocast"], flash2=True, variable_lengths=True),
     "by-hand-flash2": replace(TRAITS["by-hand"], flash2=True, variable_lengths=True),
     # Its own modules and LoRA: repeated keys, xFormers' attention of packed documents, checkpointed blocks as FSDP

@@ -28,8 +28,8 @@ TRANSFORMERS: dict[str, SystemTraits] = {
     "huggingface-foreach": replace(FOREACH, waits_for_loss=False),
     # PyTorch before 2.11, whose SDPA took flash attention 2, and Liger 0.7.
     "huggingface-5.1": replace(FOREACH, flash2=True, sums_head_gradient=True),
-    # The Trainer's fp32 model under adapters, which it is before transformers 5 unless its dtype is given; and with the
-    # flash-attn package.
+    # SFTTrainer's fp32 model under adapters, which it is before transformers 5 unless its dtype is given, with the
+    # entropy that it logs; and with the flash-attn package.
     "huggingface-wide-base": replace(SYSTEMS["huggingface"], wide_base=True, logs_entropy=True),
     "huggingface-wide-base-flash": replace(SYSTEMS["huggingface"], wide_base=True, logs_entropy=True, flash2=True),
     # Until transformers 4.45 the logits that a model returned were the fp32 copy; attention was flash attention 2.
@@ -61,7 +61,7 @@ TRANSFORMERS: dict[str, SystemTraits] = {
         narrow_adapters=True,
         half=True,
     ),
-    # A loop of its own around them, which checkpoints blocks within FSDP's units.
+    # A loop of its own around transformers' models of 2024, which checkpoints blocks within FSDP's units.
     "huggingface-2024-loop": replace(
         EARLIER,
         logit_bytes=12.0,
@@ -108,13 +108,13 @@ TRANSFORMERS: dict[str, SystemTraits] = {
     "deepspeed-qwen": replace(OVERLAPPED, logit_bytes=6.0, narrow_loss=True, fused_qkv=True),
     # Stages as they are listed in gdGPT's configs/ds_config_pp.yml: the head of BLOOM is alone on its device.
     "deepspeed-balanced": replace(TRAITS["deepspeed"], even_stages=False),
-    # The same of models with three matmuls: OPT in transformers, and loops with a loss of logits in 16 bits.
+    # As deepspeed-qwen, of models with three matmuls: OPT in transformers, and loops with a loss of logits in 16 bits.
     "deepspeed-narrow": replace(TRAITS["deepspeed"], logit_bytes=6.0, narrow_loss=True),
     "deepspeed-narrow-overlapped": replace(OVERLAPPED, logit_bytes=6.0, narrow_loss=True),
     "deepspeed-overlapped": OVERLAPPED,
     # Of 2023: transformers' Llama replaced the logits by their fp32 copy, and copied them without the last token.
     "deepspeed-2023": replace(OVERLAPPED, logit_bytes=16.0),
-    # Its LoRA without DeepSpeed: PEFT before 0.12, and one matmul for queries, keys and values.
+    # Qwen's LoRA without DeepSpeed: PEFT before 0.12, and one matmul for queries, keys and values.
     "qwen-2023": replace(
         EARLIER, logit_bytes=12.0, shifts_logits=True, upcasts_shards=True, narrow_adapters=True, fused_qkv=True
     ),
@@ -140,7 +140,7 @@ TRANSFORMERS: dict[str, SystemTraits] = {
         reentrant=False,
         wide_base=True,
     ),
-    # Its own AdamW then updated one parameter at a time.
+    # The Trainer's own AdamW of 2022 updated one parameter at a time.
     "huggingface-2022": replace(TRAITS["huggingface"], foreach_step=False, wide_embedding_state=False),
     # A loop around transformers' models without autocast: logits, their copy without the last token and the
     # log-softmax are in the dtype of the head, which PEFT upcasts with quantized blocks.

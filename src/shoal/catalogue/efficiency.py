@@ -178,7 +178,7 @@ MATMULS: dict[str, tuple[float, float | None]] = {
 # would be 1,011, and in training they reach 1,040 [21]. An MI350X in the shapes of Llama 70B 1,094 by torch.matmul and
 # 1,235 by F.linear [23]. (An MI355X reaches 1,404 in those of DeepSeek V3 [24], and 1,397 by the rule of the others.)
 TYPICAL: dict[str, float] = {"mi300x": 546.0, "mi325x": 650.0, "mi350x": 1165.0}
-# The same of fp8 matmuls, as shares of the peak: 0.93 × 0.96 of the best size [1]. Elsewhere 0.89 of what 16-bit ones
+# fp8 matmuls in training, as shares of the peak: 0.93 × 0.96 of the best size [1]. Elsewhere 0.89 of what 16-bit ones
 # reach, as on an H100, but at most as much as on an H200, unless multiprocessors are as slow as the H20's: what limits
 # those, power or software, limits them too.
 FP8: dict[str, float] = {"h20": 0.76, "gh200": 0.69, "b200": 0.68, "b300": 0.67, "gb200": 0.65}

@@ -169,7 +169,7 @@ GPUS: dict[str, Gpu] = {
         Gpu("mi210", 63.98, 1.6e12, 181e12, 181e12, 45.3e12, None, None, "pcie4"),
         Gpu("mi300x", 191.98, 5.3e12, 1307e12, 1307e12, 163.4e12, 2615e12, None, "xgmi3"),
         Gpu("mi325x", 255.98, 6.0e12, 1307.4e12, 1307.4e12, 163.4e12, 2614.9e12, None, "xgmi3"),
-        # The same chip with 1,000 and 1,400 W.
+        # One chip, with 1,000 W (MI350X) and 1,400 W (MI355X).
         Gpu("mi350x", 287.98, 8.0e12, 2306.9e12, 2306.9e12, 144.2e12, 4613.7e12, None, "xgmi4"),
         Gpu("mi355x", 287.98, 8.0e12, 2516.6e12, 2516.6e12, 157.3e12, 5033e12, None, "xgmi4"),
         # For planning, not measured: about eight cores of a workstation.

@@ -1,7 +1,7 @@
 """Seconds of attention, by the kernel that computes it."""
 
 from shoal.catalogue.attention import Path, attention_speed
-from shoal.catalogue.efficiency import efficiency
+from shoal.catalogue.efficiency import GDDR, efficiency
 from shoal.plan.eager import Kernel, kernel_seconds
 from shoal.plan.kernels import Seconds, matmul_flops, matmul_seconds, reached_by
 from shoal.plan.run import Run
@@ -26,7 +26,7 @@ FP32_ATTENTION = 0.72
 # The same with heads of more than 64 elements on multiprocessors with 100 KB of shared memory, which hold few of its
 # tiles: 14.5 of 46.8 TFLOP/s on an RTX 4090 (XiaoJianyu219/llm-infra-bench, 08-single-gpu-profiling:
 # prof_fp32_s2048_b1).
-FP32_ATTENTION_SMALL, SMALL = 0.31, ((8, 6), (8, 9), (12, 0))
+FP32_ATTENTION_SMALL = 0.31
 # Libraries of 2022 and before computed batched matmuls without tensor cores if the rows of a head are not aligned: with
 # heads of 108 instead of 144 elements, BigScience's 182B model took 163 s per step instead of 125, which leaves the
 # matmuls of attention about 10 TFLOP/s, half of an A100's fp32 peak (train/tr11-176B-ml/chronicles-prequel.md).
@@ -69,7 +69,7 @@ def _attention_to(run: Run, seen: float, path: Path) -> Seconds:
         dropout=run.attention_dropout,
         capability=run.gpu.compute_capability,
     )
-    small = run.gpu.compute_capability in SMALL and shape.head_size > 64
+    small = run.gpu.compute_capability in GDDR and shape.head_size > 64
     wide = FP32_ATTENTION_SMALL if small else FP32_ATTENTION
     # Flash attention 2, of 2023, did not become faster with later libraries.
     share = efficiency(run.gpu).attention * flash2 if flash2 < 1 else reached.attention

@@ -27,7 +27,7 @@ HIP_WORKSPACES_SINCE = 2025
 
 
 def matmul_workspaces(run: Run) -> float:
-    """Bytes that PyTorch allocates for cuBLAS and keeps."""
+    """Bytes that PyTorch allocates for cuBLAS, or for hipBLAS and hipBLASLt, and keeps."""
     capability = run.gpu.compute_capability
     if run.gpu.is_cpu or run.traits.planned_memory:
         return 0.0

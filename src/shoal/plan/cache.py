@@ -1,13 +1,14 @@
 """Kernels that read what the kernel before them has written from the cache of the device, where it fits there.
 
-Since Ada, GeForce and workstation parts have an L2 cache of tens of megabytes, which is several times as fast as their
-memory. On data center parts memory is as fast as that.
+Since Ada, parts with GDDR memory have an L2 cache of tens of megabytes, which is several times as fast as their memory.
+Where memory is HBM, it is as fast as that.
 """
 
 from shoal.catalogue.efficiency import MULTIPROCESSORS, clock
 from shoal.catalogue.gpus import Gpu
 
-# Megabytes of L2, from NVIDIA's architecture papers (Ada, Blackwell) and data sheets; the others have 4 to 6.
+# Megabytes of L2, from NVIDIA's architecture papers (Ada, Blackwell) and data sheets; parts with GDDR before
+# Ada have 3 to 6.
 SIZES: dict[str, int] = {
     "l4": 48,
     "l20": 96,

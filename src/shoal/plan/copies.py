@@ -61,7 +61,7 @@ def shard_copies(run: Run, rank: Rank) -> Copies:
 
 
 def block_collectives(run: Run) -> tuple[int, int]:
-    """All-gathers and reduce-scatters of a block: one each, or as many as ZeRO-3 fetches and fills buckets."""
+    """All-gathers and reduce-scatters of a block: one each; with ZeRO-3 as many as its prefetches and its buckets."""
     bucket = run.traits.bucket_elements
     if not (run.traits.hooks_modules and bucket and run.gathers_weights):
         return 1, 1

@@ -35,9 +35,9 @@ NARROW_SOFTMAX_MOVED = (5.1, 7.0)
 
 # Steps of large compiled models take all the power that these devices may draw (an H200 693 of 700 W), which lowers
 # their clocks. Where matmuls and attention take half of a step, as in eager ones, the same matmuls are faster: the
-# median of nine runs, 1.11 to 1.25 (the same file), none where they take as much as in the compiled runs that `matmuls`
-# was chosen by. So they are in compiled steps of small models: those of GPT-2 run at 786 TFLOP/s with 0.63 of a step,
-# where they reach 560 to 650 alone (benchmarks/gpu/small_gpt_h200).
+# median of nine runs, 1.11 to 1.25 (benchmarks/gpu/trainer_h200/kernels.jsonl), none where they take as much as in the
+# compiled runs that `matmuls` was chosen by. So they are in compiled steps of small models: those of GPT-2 run at 786
+# TFLOP/s with 0.63 of a step, where they reach 560 to 650 alone (benchmarks/gpu/small_gpt_h200).
 POWER_LIMITED, SPARED, HALF, MOST = frozenset({"h100-80gb", "h800-80gb", "h200"}), 0.16, 0.55, 0.80
 
 
@@ -100,7 +100,7 @@ def spared_power(run: Run, busy: float, others: float) -> float:
 
 def loss_seconds(run: Run, logits: float) -> float:
     """An eager loss: logits in fp32, their softmax and its gradient, which begins as zeros, and that in 16 bits."""
-    # Of transformers' models, those that are encoders do not cast their logits either (BertForMaskedLM).
+    # Nor are the logits of transformers' encoders cast to fp32 (BertForMaskedLM).
     narrow = run.traits.narrow_loss or (run.traits.peft and run.shape.traits.post_norm)
     if narrow and run.head_bytes < 4:
         # Autocast casts what log_softmax returns, for nll_loss, and not what it reads.

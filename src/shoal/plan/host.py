@@ -95,7 +95,7 @@ def launch_gaps(run: Run, blocks: int) -> float:
 
 
 def _launching(run: Run, blocks: int) -> float:
-    """The same on a host with an x86 CPU."""
+    """Host time to launch the kernels of a micro-batch, both passes, on a host with an x86 CPU."""
     if run.compiled and not run.traits.liger_kernels:
         block = GRAPH_BLOCK_HOST if run.traits.compiles_loss else COMPILED_BLOCK_HOST
         block = ENGINE_BLOCK_HOST if _has_engine(run) else block
@@ -157,7 +157,7 @@ def _module_hooks(run: Run) -> float:
 
 
 def _reads_overflow(run: Run) -> bool:
-    """Whether the host reads before the step if a gradient has overflown: GradScaler does (_maybe_opt_step in
+    """Whether the host reads, before the step, whether a gradient has overflowed: GradScaler does (_maybe_opt_step in
     torch/amp/grad_scaler.py), but for a fused optimizer, which reads it on the device."""
     scales = run.precision == "16-mixed" and run.in_autocast and not run.traits.fused_step
     return scales and (run.traits.foreach_step or run.optimizer != "adamw")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from shoal.catalogue.efficiency import (
     CORRECTING,
     FP32_MATMULS,
+    GDDR,
     MULTIPROCESSORS,
     Efficiency,
     efficiency,
@@ -33,9 +34,9 @@ STREAMED = 0.8
 # multiprocessor whatever its memory, which is enough for an H200 (4.8 TB/s over 132) and not for a B200: pytorch issue
 # 161518; CUB doubled them there (NVIDIA/cccl, pull request 4790).
 EAGER_RATE = 4.8e12 / 132
-# The same of GeForce and workstation parts since the RTX 30, whose memory is slow for their multiprocessors: AdamW's
+# `STREAMED` of GeForce and workstation parts since the RTX 30, whose memory is slow for their multiprocessors: AdamW's
 # kernels reach 0.89 to 0.92 on an RTX 4090 (XiaoJianyu219/llm-infra-bench, 08-single-gpu-profiling: ref_s2048_b1).
-STREAMED_GDDR, GDDR = 0.90, ((8, 6), (8, 9), (12, 0))
+STREAMED_GDDR = 0.90
 # Share of the memory bandwidth that PyTorch's kernels reach on contiguous tensors of one dtype, or if they cast fp32 to
 # 16 bits: 4.0 to 4.4 TB/s on an H200 (benchmarks/gpu/adapters_h200/kernels.json). An A800's multiplication of two
 # tensors reaches 0.89 (mli/transformers-benchmarks, issue 4).

@@ -137,7 +137,8 @@ MEGATRON_DEEPSPEED = replace(
 )
 # The Hugging Face Trainer with TRL's defaults: an fp32 model under autocast (create_model_from_path in
 # trl/trainer/utils.py), packing by position ids, a loss in parts whose logits are computed again in the backward pass
-# (the default since June 2026; in version 1.15 tiles of 4,096 tokens and 32,768 columns, trl/kernels), and 16-bit
+# (the default since June 2026; in version 1.15 tiles of 4,096 tokens and 32,768 columns, trl/kernels,
+# which are counted as parts of 256 tokens, as before), and 16-bit
 # adapters of quantized layers (trl/trainer/sft_trainer.py).
 TRL = replace(
     HUGGING_FACE,

@@ -41,7 +41,7 @@ class SystemTraits:
     # Logits are not cast to fp32 before the loss. On a GPU, log_softmax is then in 16 bits under autocast too:
     # cross_entropy_loss in ATen/native/LossNLL.cpp gives it a dtype, which autocast leaves.
     narrow_loss: bool = False
-    # The same with a vocabulary sharded over tensor-parallel ranks.
+    # `logit_bytes` with a vocabulary sharded over tensor-parallel ranks.
     sharded_logit_bytes: float = 12.0
     # `chunked`: logits and their gradients are computed chunk by chunk. `upcast`: all logits are kept in the compute
     # dtype, and only upcast to fp32 chunk by chunk, within one kernel if compiled. `recomputed`: each chunk is computed
