@@ -6,9 +6,7 @@ Rows are measured and written as by `trainer_runs.py`. Every setting is drawn on
 left out only where the forecast says that it needs more than 120 GiB or that its steps take more than 4 s.
 """
 
-import argparse
 import random
-import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -25,7 +23,7 @@ from drawn_runs import SMALL, fits
 from peers.clock import Clock
 from peers.models import build, device, resolve_shape
 from peers.task import Task
-from trainer_runs import WARMUP, row, run_cases
+from trainer_runs import measured_row, row, run_drawn
 
 SOURCE, SEED = "loops-h200-drawn", 1118
 ENCODERS = ("bert-base", "bert-large")
@@ -95,13 +93,7 @@ def measure(case: dict[str, Any], steps: int, shape: Any) -> dict[str, Any]:
         optimizer.zero_grad()
         clock.step_done(loss)
     found = clock.result()
-    seconds = statistics.median(found["step_seconds"][WARMUP:])
-    kept = {
-        "memory": [round(found["reserved_gib"] or 0.0, 3), "GiB", "reserved"],
-        "allocated_gib": round(found["allocated_gib"] or 0.0, 3),
-        "tokens_per_second_per_gpu": round(batch * accum * length / seconds, 1),
-    }
-    return {**case, **kept, "unknown": ""}
+    return measured_row(case, found)
 
 
 def make_model(task: Task, dtype: torch.dtype, attention: str) -> Any:
@@ -118,15 +110,5 @@ def make_model(task: Task, dtype: torch.dtype, attention: str) -> Any:
     return model.train()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Plain PyTorch loops that a random generator chose.")
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--count", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=540)
-    parser.add_argument("--tiny", action="store_true", help="a small shape on a CPU: checks that rows run")
-    args = parser.parse_args()
-    run_cases(draw(args.count), args.file, args.seconds, tiny=args.tiny, measure=measure)
-
-
 if __name__ == "__main__":
-    main()
+    run_drawn("Plain PyTorch loops that a random generator chose.", draw, 32, measure)

@@ -6,7 +6,6 @@ Rows are measured and written as by `trainer_runs.py`. Every setting is drawn on
 left out only where the forecast says that it needs more than 120 GiB or that its steps take more than 4 s.
 """
 
-import argparse
 import random
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from plan_published import read_lines
-from trainer_runs import LINEAR, name, row, run_cases
+from trainer_runs import LINEAR, name, row, run_drawn
 
 from shoal.plan.memory import forecast_memory
 from shoal.plan.speed import forecast_speed
@@ -69,15 +68,5 @@ def fits(case: dict[str, Any]) -> bool:
     return quick and room and case["sequence"] <= found.run.shape.positions
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Runs of Hugging Face's Trainer that a random generator chose.")
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--count", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=540)
-    parser.add_argument("--tiny", action="store_true", help="a small shape on a CPU: checks that rows run")
-    args = parser.parse_args()
-    run_cases(draw(args.count), args.file, args.seconds, tiny=args.tiny)
-
-
 if __name__ == "__main__":
-    main()
+    run_drawn("Runs of Hugging Face's Trainer that a random generator chose.", draw, 32)

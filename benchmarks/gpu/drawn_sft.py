@@ -3,12 +3,11 @@
     python benchmarks/gpu/drawn_sft.py FILE [--count 24] [--seconds 540] [--tiny]
 
 Weights are in bf16 under adapters, else in fp32; blocks are checkpointed and the loss is computed in parts, as TRL does
-unless it is told otherwise. Full training, LoRA and QLoRA take turns.
+unless it is told otherwise. Full training, LoRA and QLoRA take turns. Its loss is a Triton kernel, which a CPU does not
+have: `--tiny` shows that everything before it runs.
 """
 
-import argparse
 import random
-import statistics
 import sys
 import tempfile
 import time
@@ -31,7 +30,7 @@ from peers.clock import Clock
 from peers.hf_trainer import StepEnd
 from peers.models import build, quantize, resolve_shape
 from peers.task import Task
-from trainer_runs import WARMUP, row, run_cases
+from trainer_runs import measured_row, row, run_drawn
 
 SOURCE, SEED = "sft-h200-drawn", 1811
 
@@ -107,13 +106,7 @@ def measure(case: dict[str, Any], steps: int, shape: Any) -> dict[str, Any]:
         clock.begin()
         trainer.train()
         found = clock.result()
-    seconds = statistics.median(found["step_seconds"][WARMUP:])
-    kept = {
-        "memory": [round(found["reserved_gib"] or 0.0, 3), "GiB", "reserved"],
-        "allocated_gib": round(found["allocated_gib"] or 0.0, 3),
-        "tokens_per_second_per_gpu": round(batch * accum * length / seconds, 1),
-    }
-    return {**case, **kept, "unknown": ""}
+    return measured_row(case, found)
 
 
 def empty_tokenizer() -> PreTrainedTokenizerFast:
@@ -122,15 +115,5 @@ def empty_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Runs of TRL's SFTTrainer that a random generator chose.")
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--count", type=int, default=24)
-    parser.add_argument("--seconds", type=float, default=540)
-    parser.add_argument("--tiny", action="store_true", help="a small shape on a CPU: checks that rows run")
-    args = parser.parse_args()
-    run_cases(draw(args.count), args.file, args.seconds, tiny=args.tiny, measure=measure)
-
-
 if __name__ == "__main__":
-    main()
+    run_drawn("Runs of TRL's SFTTrainer that a random generator chose.", draw, 24, measure)

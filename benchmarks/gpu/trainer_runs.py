@@ -163,11 +163,16 @@ def measure(case: dict[str, Any], steps: int, shape: Any) -> dict[str, Any]:
         clock.begin()
         trainer.train()
         found = clock.result()
+    return measured_row(case, found)
+
+
+def measured_row(case: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """The case with its memory and its speed, of what a `Clock` has found."""
     seconds = statistics.median(found["step_seconds"][WARMUP:])
     kept = {
         "memory": [round(found["reserved_gib"] or 0.0, 3), "GiB", "reserved"],
         "allocated_gib": round(found["allocated_gib"] or 0.0, 3),
-        "tokens_per_second_per_gpu": round(case["micro_batch"] * case["accum"] * length / seconds, 1),
+        "tokens_per_second_per_gpu": round(case["micro_batch"] * case["accum"] * case["sequence"] / seconds, 1),
     }
     return {**case, **kept, "unknown": ""}
 
@@ -211,6 +216,19 @@ def run_cases(
             file.write(json.dumps(found) + "\n")
         print(f"{name(case)}: {found['memory'][0]} GiB, {found['tokens_per_second_per_gpu']:,.0f} tokens/s", end="")
         print(f"; {time.monotonic() - started:.0f} s", flush=True)
+
+
+def run_drawn(
+    description: str, draw: Callable[[int], Iterable[dict[str, Any]]], count: int, measure: Measure = measure
+) -> None:
+    """The command of a file whose cases are drawn at random."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--count", type=int, default=count)
+    parser.add_argument("--seconds", type=float, default=540)
+    parser.add_argument("--tiny", action="store_true", help="a small shape on a CPU: checks that rows run")
+    args = parser.parse_args()
+    run_cases(draw(args.count), args.file, args.seconds, tiny=args.tiny, measure=measure)
 
 
 if __name__ == "__main__":
