@@ -1,6 +1,7 @@
 """The operations of eager blocks, counted on blocks of transformers."""
 
 import json
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shoal.catalogue.gpus import GPUS
 from shoal.plan.compute import block_compute
-from shoal.plan.host import host_seconds
+from shoal.plan.host import GAP, host_seconds
 from shoal.plan.launched import block_operations
 from shoal.plan.speed import forecast_speed
 from shoal.plan.systems import SYSTEMS
@@ -144,3 +145,13 @@ def test_hooks_of_checkpointing_take_as_long_in_blocks_with_fewer_operations() -
             if one["family"] == family and one["weights"] == "bf16" and one["recompute"] and one["adapter"] is None
         )
         assert host_seconds(run, 1) == pytest.approx(found / 1e3, rel=0.1)
+
+
+def test_the_moment_between_two_kernels_is_what_traced_steps_have_beside_them() -> None:
+    path = ROOT / "benchmarks" / "gpu" / "trainer_h200" / "kernels.jsonl"
+    traced = [json.loads(line) for line in path.read_text().splitlines()]
+    # Steps whose device is busy for most of the time do not wait for their host.
+    busy = [one for one in traced if one["busy_ms"] > 0.8 * one["step_ms"]]
+    gaps = [(one["step_ms"] - one["busy_ms"] - one["between_ms"]) * 1e-3 / one["launches"] for one in busy]
+    assert len(busy) == 12
+    assert statistics.median(gaps) == pytest.approx(GAP, rel=0.2)

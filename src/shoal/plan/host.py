@@ -70,7 +70,7 @@ OPTIMIZER_HOST = {"adamw8bit": 0.09e-3, "adafactor": 0.45e-3}
 # busy_ms and between_ms in the same file, in runs that do not wait for their host. Compiled blocks are forecast from
 # runs that have these gaps. Kernels of an adapted layer: as above.
 GAP = 1.2e-6
-ADAPTER_KERNELS, NARROW_ADAPTER_KERNELS, OWN_ADAPTER_KERNELS = 25, 14, 10
+EAGER_ADAPTER_KERNELS, NARROW_ADAPTER_KERNELS, OWN_ADAPTER_KERNELS = 25, 14, 10
 
 
 def host_seconds(run: Run, blocks: int) -> float:
@@ -86,12 +86,12 @@ def launch_gaps(run: Run, blocks: int) -> float:
         return 0.0
     kernels = block_operations(run)
     if run.adapter is not None:
-        own = OWN_ADAPTER_KERNELS if run.fuses_adapters or not run.traits.peft else ADAPTER_KERNELS
-        kernels += (NARROW_ADAPTER_KERNELS if run.traits.peft and run.narrow_adapters else own) * len(adapted(run))
+        kernels += _adapter_launches(run)[1] * len(adapted(run))
     if run.traits.casts_per_use and run.mixed:
         kernels *= AUTOCAST_HOST
-    passes = (3 + run.repeats_forward + run.reference_pass) / 3
-    return GAP * kernels * passes * blocks
+    # A forward pass has a third of the kernels of both.
+    again = (run.repeats_forward + run.reference_pass) / 3
+    return GAP * kernels * (1 + again) * blocks
 
 
 def _launching(run: Run, blocks: int) -> float:
@@ -104,7 +104,7 @@ def _launching(run: Run, blocks: int) -> float:
     if not run.compiled:
         block *= _relative_operations(run)
     if run.adapter is not None:
-        block += _adapter_host(run) * len(adapted(run))
+        block += _adapter_launches(run)[0] * len(adapted(run))
         if run.adapter.quantize is not None:
             bare = run.adapter.quantize != "gptq" and run.layer_bytes == run.compute_bytes
             each = DEQUANTIZED_HOST if bare else QUANTIZED_HOST
@@ -138,11 +138,13 @@ def _relative_operations(run: Run) -> float:
     return block_operations(run) / LLAMA_OPERATIONS * (ENCODER_HOST if run.shape.traits.post_norm else 1.0)
 
 
-def _adapter_host(run: Run) -> float:
-    """Host time of one adapted layer."""
+def _adapter_launches(run: Run) -> tuple[float, int]:
+    """Host time and kernels of one adapted layer."""
     if run.fuses_adapters or not run.traits.peft:
-        return OWN_ADAPTER_HOST
-    return NARROW_ADAPTER_HOST if run.narrow_adapters else EAGER_ADAPTER_HOST
+        return OWN_ADAPTER_HOST, OWN_ADAPTER_KERNELS
+    if run.narrow_adapters:
+        return NARROW_ADAPTER_HOST, NARROW_ADAPTER_KERNELS
+    return EAGER_ADAPTER_HOST, EAGER_ADAPTER_KERNELS
 
 
 def _module_hooks(run: Run) -> float:
