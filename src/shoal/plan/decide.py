@@ -45,6 +45,8 @@ MICRO_BATCHES_PER_STAGE = 4
 CAREFUL_SHARE = 0.94
 # A simpler strategy is preferred unless another one is faster by more than this.
 WORTH = 0.03
+# A difference below this is none.
+WORTH_NAMING = 0.005
 # Among micro-batches whose speeds differ by less than this, the largest is chosen.
 ALIKE = 0.01
 
@@ -268,7 +270,7 @@ def _reason(config: Config, machine: Machine, run: Run, options: list[_Option]) 
     if machine.is_cpu:
         return "processes on a CPU share its memory, so sharding saves nothing"
     if run.strategy == "ddp":
-        return f"needs {needed:.0f} GiB per device, which fits, and is fastest"
+        return f"needs {needed:.0f} GiB per device, which fits{_beside_sharding(run, options)}"
     replicated = next((option for option in options if option[0].strategy == "ddp"), None)
     if run.mesh.dp_replicate > 1:
         return "sharded within each node and replicated across nodes, because the network between nodes is slower"
@@ -276,3 +278,14 @@ def _reason(config: Config, machine: Machine, run: Run, options: list[_Option]) 
         whole = forecast_memory(replicated[0]).reserved / GIB
         return f"unsharded training needs {whole:.0f} GiB; one device has {memory:.0f}"
     return "faster than ddp, which all-reduces full gradients"
+
+
+def _beside_sharding(run: Run, options: list[_Option]) -> str:
+    """How much faster the best sharded option would be than `run`, which was chosen although it may be slower."""
+    sharded = [forecast_speed(one).tokens_per_second_per_gpu for one, fits, _ in options if fits and one.sharded]
+    if not sharded:
+        return ""
+    gain = max(sharded) / forecast_speed(run).tokens_per_second_per_gpu - 1
+    if gain < WORTH_NAMING:
+        return ", and sharding is no faster"
+    return f"; sharding would be only {gain:.1%} faster"
