@@ -112,10 +112,13 @@ def _options(config: Config, shape: ModelShape, machine: Machine, traits: System
                 )
                 if least is None or forecast_memory(run).allocated < forecast_memory(least).allocated:
                     least = run
+                if forecast_memory(run).exceeds(machine.gpu.memory_gib * _share(config)):
+                    break  # so would a larger micro-batch
+                if best is not None and not _better(run, best):
+                    continue  # whether it fits is a longer question than how fast it is
                 if not fits(run, machine, _share(config)):
-                    break  # nor would a larger micro-batch
-                if best is None or _better(run, best):
-                    best = run
+                    break
+                best = run
         assert least is not None, "a batch has a micro-batch"
         yield (best, True, sharding) if best is not None else (least, fits(least, machine), sharding)
 

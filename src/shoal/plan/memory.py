@@ -109,9 +109,13 @@ class Memory:
     def reserved(self) -> float:
         return self.worst.reserved
 
+    def exceeds(self, gib: float) -> bool:
+        """Whether `gib` of memory are too few even without what the allocator reserves beyond the peak."""
+        return (self.allocated + self.context) / GIB > gib
+
     def fits(self, gib: float) -> bool:
         """Whether a device with `gib` of memory is enough, including the CUDA context."""
-        if (self.allocated + self.context) / GIB > gib:
+        if self.exceeds(gib):
             return False
         # A replay takes time, and no step leaves gaps that are larger than all that it needs for a time.
         room = gib * GIB - self.context - self.allocated
