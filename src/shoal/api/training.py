@@ -109,17 +109,25 @@ def read_profile(run: Path | str) -> dict[str, Any] | None:
     return read_profile(Path(run))
 
 
-def plan(config: AnyConfig, *, overrides: Sequence[str] = (), system: str = "shoal", **values: Any) -> Plan:
+def plan(
+    config: AnyConfig,
+    *,
+    overrides: Sequence[str] = (),
+    system: str = "shoal",
+    traits: Sequence[str] = (),
+    **values: Any,
+) -> Plan:
     """Forecast memory and speed of `config` on the hardware it names, and what would change them. `overrides` and
     `values` are those of `train`.
 
     `load_config(..., planned=True)` also accepts features that are not implemented yet. `system` selects another
-    system's implementation, such as torchtitan.
+    system's implementation, such as torchtitan, or huggingface@2023-09 with the libraries of that month; `traits`
+    are options of it that no key is for, such as overlaps_gradients=true.
     """
     from shoal.models.peft_config import follow_adapter
     from shoal.plan.report import make_plan
 
-    return make_plan(follow_adapter(read(config, overrides, values, planned=True)), system=system)
+    return make_plan(follow_adapter(read(config, overrides, values, planned=True)), system=system, traits=traits)
 
 
 def dry_run(config: AnyConfig, *, overrides: Sequence[str] = (), **values: Any) -> Preview:

@@ -21,9 +21,20 @@ def plan_command(
     system: Annotated[
         str,
         typer.Option(
-            "--like", metavar="SYSTEM", help="Forecast for another system's implementation, such as torchtitan."
+            "--like",
+            metavar="SYSTEM[@YEAR-MONTH]",
+            help="Forecast for another system's implementation, such as torchtitan, with today's libraries or those of "
+            "a month.",
         ),
     ] = "shoal",
+    traits: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--trait",
+            metavar="NAME=VALUE",
+            help="An option of that system that no key of ours is for, such as overlaps_gradients=true; repeatable.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Forecast whether a run fits in memory, how fast it is, and what would change that. Does not fit: status 3."""
@@ -31,7 +42,7 @@ def plan_command(
 
     given = list(arguments or [])
     file = Path(given.pop(0)) if given and "=" not in given[0] else None
-    plan = api.plan(api.load_config(file, given, planned=True), system=system)
+    plan = api.plan(api.load_config(file, given, planned=True), system=system, traits=traits or ())
     if plot is not None:
         from shoal.plan.plot import plot_plan
 

@@ -76,7 +76,7 @@ def _eager_kernels(run: Run, adapter: Adapter, one: Linear) -> Seconds:
     if run.fuses_adapters:
         # The matmul that adds reads what it adds to, in either pass.
         return _seconds(run, [Kernel(outputs, made)], [Kernel(inputs, read)])
-    quantized, autocast = adapter.quantize is not None, run.traits.autocasts
+    quantized, autocast = adapter.quantize is not None, run.autocasts
     seen = stored if peft and not (quantized and autocast) else read  # by dropout
     ahead = [*cast(inputs, read, seen), *cast(inputs, seen, computed)]
     back = [*cast(inputs, computed, seen), *cast(inputs, seen, read), Kernel(inputs, 3 * read)]

@@ -64,7 +64,7 @@ def head(run: Run) -> Head:
         again = matrix * dequantized_bytes(run) - 4 * logits if has_quantized_head(run) else 0.0
         dequantized = leaf("dequantized head weight", max(0.0, again))
         # Autocast casts a head that is in fp32, and the backward pass needs the copy.
-        upcast = run.adapter is not None and run.adapter.upcasts and run.traits.autocasts
+        upcast = run.adapter is not None and run.adapter.upcasts and run.autocasts
         copy = leaf("head weight in compute dtype", matrix * itemsize if upcast else 0.0)
         peak = group("head", norm, before, padded, chosen, whole, dequantized, copy)
         # Then the matmuls of the backward pass, which read the gradient of the logits, and return the weight's.

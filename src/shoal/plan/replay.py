@@ -146,7 +146,7 @@ class Steps:
         norm.append(memory.take(self.hidden))
         norm.append(stream)
         matrix: list[Block] = []
-        upcast = run.adapter is not None and run.adapter.upcasts and run.traits.autocasts
+        upcast = run.adapter is not None and run.adapter.upcasts and run.autocasts
         if self.casts or upcast:
             matrix.append(memory.take(self.table * run.compute_bytes))
         trained = run.trained.embedding if run.shape.tied else run.trained.head
@@ -222,7 +222,7 @@ class Steps:
         if run.layer_bytes > run.compute_bytes:  # a quantized layer casts its input, and its output back
             sizes += [inputs * run.compute_bytes, outputs * run.compute_bytes]
         if run.traits.peft and one.name in self.targets:
-            if not run.traits.narrow_adapters:
+            if not run.narrow_adapters:
                 sizes.append(inputs * 4)  # cast to the adapter's dtype, from which autocast casts it back
             # The layer's output, the adapter's, and that scaled.
             sizes += [outputs * run.layer_bytes, outputs * run.adapter_bytes, outputs * run.adapter_bytes]

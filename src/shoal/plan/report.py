@@ -1,6 +1,6 @@
 """The result of `shoal plan`: one object, of which JSON, text and plot are views."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,6 @@ from shoal.config.reference import computes_before, switches_adapter_off
 from shoal.config.resolve import with_global_batch
 from shoal.config.schema import Config
 from shoal.config.unbuilt import find_unbuilt
-from shoal.mistakes import UserMistake, suggestion
 from shoal.plan.accuracy import expected_error
 from shoal.plan.advise import Change, Limits, Question, alternatives, changed, changes, limits
 from shoal.plan.check import find_refused
@@ -20,12 +19,13 @@ from shoal.plan.decide import choose
 from shoal.plan.from_config import plan_attention
 from shoal.plan.goodput import Goodput
 from shoal.plan.layout import ranks
+from shoal.plan.like import Like, read_like
 from shoal.plan.machine import Machine, read_machine
 from shoal.plan.models import read_shape, unknown_architecture
 from shoal.plan.resolved import ResolvedRun, shown_recompute
 from shoal.plan.speed import replays_graphs
 from shoal.plan.states import trained_parameters
-from shoal.plan.systems import DEFAULTS, ENGINES, SYSTEMS
+from shoal.plan.systems import ENGINES
 from shoal.plan.terms import GIB
 from shoal.plan.unintended import unintended
 
@@ -106,18 +106,15 @@ class Plan:
         }
 
 
-def make_plan(config: Config, *, system: str = "shoal") -> Plan:
-    """The plan of `config`: the forecast of `shoal train` on the hardware it names."""
-    if system not in SYSTEMS:
-        raise UserMistake(
-            f"No system is called {system}.{suggestion(system, SYSTEMS)} The names are {', '.join(SYSTEMS)}."
-        )
-    engine = ENGINES[config.parallel.engine]
-    system = engine if system == "shoal" else system
+def make_plan(config: Config, *, system: str = "shoal", traits: Sequence[str] = ()) -> Plan:
+    """The plan of `config`: the forecast of `shoal train` on the hardware it names. `system` and `traits` are the
+    values of `--like` and `--trait`."""
+    like, engine = read_like(system, traits), ENGINES[config.parallel.engine]
+    like = Like(engine) if like.name == "shoal" else like
     shape, machine = read_shape(config.model), read_machine(config.hardware)
-    config, defaults = _with_defaults(config, system, machine)
+    config, defaults = _with_defaults(config, like.defaults, machine)
     config = with_global_batch(config, machine.world_size)
-    question = Question(config, shape, machine, SYSTEMS[system])
+    question = Question(config, shape, machine, like.traits(machine.gpu, shape.model_type))
     choice = choose(config, shape, machine, traits=question.traits)
     notes = list(machine.notes)
     if (kind := unknown_architecture(config.model)) is not None:
@@ -128,17 +125,17 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
     notes += _about_preference(config)
     if (warning := plan_attention(config, shape, machine).warning(config.data.max_length)) is not None:
         notes.append(warning)
-    if system == engine:
+    if like == Like(engine):
         notes += [f"shoal train does not accept this yet: {sentence}" for _, sentence in find_unbuilt(config)]
         notes += [f"shoal train does not accept this: {sentence}" for sentence in find_refused(shape, choice.config)]
         # What is described of the hardware has an effect here, if nowhere else.
         ignored = [note for note in without_effect(config, machine.world_size) if not note.startswith("hardware.")]
         notes += [*ignored, *unintended(choice)]
     else:
-        notes.append(f"This forecast is for {system}, not for shoal.")
+        notes.append(f"This forecast is for {like.shown}, not for shoal.")
         if defaults:
             shown = ", ".join(f"{key} {str(value).lower()}" for key, value in defaults.items())
-            notes.append(f"As {system} does by default, because the config does not say: {shown}.")
+            notes.append(f"As {like.name} does by default, because the config does not say: {shown}.")
     return Plan(
         name=config.name,
         choice=choice,
@@ -148,10 +145,10 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
     )
 
 
-def _with_defaults(config: Config, system: str, machine: Machine) -> tuple[Config, dict[str, Any]]:
+def _with_defaults(config: Config, defaults: dict[str, Any], machine: Machine) -> tuple[Config, dict[str, Any]]:
     """The config with another system's defaults for the keys that it does not set, and these."""
     found = {}
-    for key, value in DEFAULTS.get(system, {}).items():
+    for key, value in defaults.items():
         block: Any = config
         *above, last = key.split(".")
         for name in above:

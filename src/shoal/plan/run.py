@@ -137,13 +137,21 @@ class Run:
         """Whether blocks compute in fp32 because of autocast: it computes layer_norm, unlike an RMSNorm that is written
         out, in fp32, and a quantized layer returns the dtype of its input."""
         quantized = self.adapter is not None and self.adapter.quantize in ("nf4", "fp4")
-        return quantized and self.traits.peft and self.traits.autocasts and not self.shape.traits.rms_norm
+        return quantized and self.traits.peft and self.autocasts and not self.shape.traits.rms_norm
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether the forward pass runs under autocast."""
+        return self.mixed if self.traits.autocasts == "mixed" else self.traits.autocasts
 
     @property
     def narrow_adapters(self) -> bool:
         """Whether PEFT's adapters are in 16 bits."""
         quantized = self.adapter is not None and self.adapter.quantize is not None
-        return quantized if self.traits.narrow_adapters == "quantized" else self.traits.narrow_adapters
+        which = self.traits.narrow_adapters
+        if which == "unquantized":
+            return self.narrow and not quantized
+        return quantized if which == "quantized" else which
 
     @property
     def fuses_adapters(self) -> bool:
@@ -154,20 +162,20 @@ class Run:
     def adapter_input_bytes(self) -> int:
         """Bytes per element of an adapter's input, as saved: PEFT casts it to fp32 and autocast back."""
         own = self.narrow_adapters or self.fuses_adapters
-        wide = self.traits.peft and not own and not self.traits.autocasts
+        wide = self.traits.peft and not own and not self.autocasts
         return 4 if wide else self.compute_bytes
 
     @property
     def head_bytes(self) -> int:
         """Bytes per element in which the head computes: without autocast, one that is upcast to fp32 returns that."""
-        upcast = self.adapter is not None and self.adapter.upcasts and not self.traits.autocasts
+        upcast = self.adapter is not None and self.adapter.upcasts and not self.autocasts
         return 4 if upcast else self.compute_bytes
 
     @property
     def attention_bytes(self) -> int:
         """Bytes per element of queries, keys and values. Autocast has attention compute in 16 bits, whatever the layers
         return."""
-        return self.compute_bytes if self.traits.autocasts else self.layer_bytes
+        return self.compute_bytes if self.autocasts else self.layer_bytes
 
     @property
     def adapter_bytes(self) -> int:

@@ -102,8 +102,8 @@ class SystemTraits:
     # Master weights are cast whenever they are used (autocast); else once per step.
     casts_per_use: bool = False
     # The forward pass runs under autocast even if the weights are in 16 bits, as in Hugging Face's Trainer. It matters
-    # where something is in fp32 all the same: adapters, and what PEFT upcasts.
-    autocasts: bool = True
+    # where something is in fp32 all the same: adapters, and what PEFT upcasts. `mixed`: only if weights are in fp32.
+    autocasts: bool | Literal["mixed"] = True
     # A 4-bit matmul saves its input for the backward pass: bitsandbytes before 0.43.2 (MatMul4Bit in
     # bitsandbytes/autograd/_functions.py).
     quantized_keep_inputs: bool = False
@@ -164,7 +164,8 @@ class SystemTraits:
     rotary: Literal["halves", "pairs", "complex"] = "halves"
     # These adapters are in the dtype of the frozen weights after all: PEFT before 0.12, and where a script casts them.
     # `quantized`: in 16 bits, with their optimizer state, if the weights are quantized, as TRL's SFTTrainer casts them.
-    narrow_adapters: bool | Literal["quantized"] = False
+    # `unquantized`: in the dtype of the weights if these are in 16 bits.
+    narrow_adapters: bool | Literal["quantized", "unquantized"] = False
     # Where attention is not one kernel, whether scaling, mask and softmax are one, in the compute dtype, rather than
     # several in fp32: never, if blocks are compiled, or always (Megatron's).
     fused_softmax: Literal["never", "compiled", "always"] = "compiled"
