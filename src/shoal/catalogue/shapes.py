@@ -135,10 +135,9 @@ def shape_from_sizes(
     tied: bool,
 ) -> ModelShape:
     """The shape with these sizes and the family's defaults for the rest; a UserMistake if they are inconsistent."""
-    if family not in BUILDABLE:
-        reason = "can only be forecast, in its named sizes" if family in FAMILIES else "is unknown"
+    if family not in FAMILIES:
         raise UserMistake(
-            f"The model family '{family}' {reason}; use one of {', '.join(BUILDABLE)}.{suggestion(family, BUILDABLE)}"
+            f"The model family '{family}' is unknown; use one of {', '.join(BUILDABLE)}.{suggestion(family, FAMILIES)}"
         )
     sizes = {"hidden": hidden, "layers": layers, "heads": heads, "vocab": vocab, "positions": positions}
     optional = {"kv_heads": kv_heads, "ffn": ffn}

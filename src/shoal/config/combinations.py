@@ -17,18 +17,21 @@ from shoal.mistakes import UserMistake
 Finding = tuple[str, str]  # the key to point at, and the sentence
 
 
-def refuse_combinations(config: Config, origins: Origins) -> None:
-    """Raise a UserMistake with one line for each combination that cannot work."""
+def refuse_combinations(config: Config, origins: Origins, *, planned: bool = False) -> None:
+    """Raise a UserMistake with one line for each combination that cannot work; `planned`: in any system."""
     sentences = []
-    for key, sentence in find_combinations(config):
+    for key, sentence in find_combinations(config, planned=planned):
         path: KeyPath = tuple(key.split("."))
         sentences.append(f"{origins.prefix(path)}{sentence}")
     if sentences:
         raise UserMistake("\n".join(sentences))
 
 
-def find_combinations(config: Config) -> Iterator[Finding]:
-    """The combinations that cannot work: a key of each, and a sentence."""
+def find_combinations(config: Config, *, planned: bool = False) -> Iterator[Finding]:
+    """The combinations that cannot work: a key of each, and a sentence. `planned`: without those that only our own code
+    lacks."""
+    if not planned:
+        yield from find_sharded_scores(config)
     yield from _sharding(config)
     yield from _parallelism(config)
     yield from find_unsupported(config)
@@ -38,6 +41,16 @@ def find_combinations(config: Config) -> Iterator[Finding]:
     yield from _adapter(config)
     yield from _sizes(config)
     yield from _samples(config)
+
+
+def find_sharded_scores(config: Config) -> Iterator[Finding]:
+    """Attention by matmuls over sharded sequences, which others have (Megatron with tensor parallelism)."""
+    for key in ("cp", "tp"):
+        if getattr(config.parallel, key) > 1 and config.model.attention == "eager":
+            yield (
+                "model.attention",
+                f"model.attention eager needs unsharded sequences, and parallel.{key} shards them; use auto.",
+            )
 
 
 def _sharding(config: Config) -> Iterator[Finding]:
@@ -88,12 +101,6 @@ def _parallelism(config: Config) -> Iterator[Finding]:
             f"parallel.compress {parallel.compress} is for DDP, and a pipeline reduces its gradients itself; use "
             "compress none, or pp 1.",
         )
-    for key, degree in (("cp", parallel.cp), ("tp", parallel.tp)):
-        if degree > 1 and config.model.attention == "eager":
-            yield (
-                "model.attention",
-                f"model.attention eager needs unsharded sequences, and parallel.{key} shards them; use auto.",
-            )
     if parallel.pp > 1 and parallel.pp_schedule == "zero-bubble" and train.recompute == "selective":
         yield (
             "train.recompute",

@@ -125,7 +125,7 @@ def _finish(tree: dict[str, Any], origins: Origins, *, planned: bool = False, ne
     config = validate(resolve(tree, origins), origins, needs_model=needs_model)
     if not planned:
         refuse_unbuilt(config, origins)
-    refuse_combinations(config, origins)
+    refuse_combinations(config, origins, planned=planned)
     return config
 
 

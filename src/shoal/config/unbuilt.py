@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.catalogue.families import BUILDABLE, listed
 from shoal.catalogue.shapes import find_shape
 from shoal.config.locate import KeyPath, Origins
-from shoal.config.schema import Config
+from shoal.config.schema import Config, ShapeConfig
 from shoal.config.words import shown
 from shoal.mistakes import UserMistake
 
@@ -74,6 +75,12 @@ def find_unbuilt(config: Config) -> Iterator[tuple[KeyPath, str]]:
             wanted = value if isinstance(value, str) else shown(value)
             yield path, f"{limit.key} {wanted} is not built yet. {limit.meanwhile}"
     named = config.model.shape
+    if isinstance(named, ShapeConfig) and named.family not in BUILDABLE:
+        yield (
+            ("model", "shape", "family"),
+            f"model.shape.family {named.family} is only forecast: train such a model from a folder or a cached id with "
+            f"model.from, or use family {listed(list(BUILDABLE))}.",
+        )
     if isinstance(named, str) and not (shape := find_shape(named)).is_family:
         yield (
             ("model", "shape"),

@@ -39,7 +39,8 @@ def check_model(shape: ModelShape, config: Config, machine: Machine, *, native: 
     precision, gpu = config.train.precision, machine.gpu
     if precision == "fp8" and gpu.fp8 is None:
         raise UserMistake(f"train.precision fp8 is not supported by {gpu.name}; use bf16-mixed.")
-    if precision.startswith("bf16") and gpu.bf16 is None:
+    # Other systems load 16-bit weights in fp16 there, which is as large and as fast.
+    if precision.startswith("bf16") and gpu.bf16 is None and (native or precision != "bf16-true"):
         raise UserMistake(f"train.precision {precision} is not supported by {gpu.name}; use 16-mixed.")
     names = [one.name for one in linears(shape)]
     targets = () if config.adapter.kind == "none" else config.adapter.targets

@@ -100,7 +100,7 @@ _Option = tuple[Run, bool, str]  # the run, whether it fits, what fsdp shards
 
 def _options(config: Config, shape: ModelShape, machine: Machine, traits: SystemTraits) -> Iterator[_Option]:
     """The best run of each allowed strategy, simplest first."""
-    for strategy, sharding in strategies(config, machine):
+    for strategy, sharding in strategies(config, machine, traits):
         best: Run | None = None
         least: Run | None = None
         for recompute in recomputations(config):
@@ -169,11 +169,11 @@ def _better(run: Run, other: Run) -> bool:
     return run.recompute == other.recompute and run.micro_batch > other.micro_batch
 
 
-def strategies(config: Config, machine: Machine) -> list[tuple[str, str]]:
+def strategies(config: Config, machine: Machine, traits: SystemTraits = OURS) -> list[tuple[str, str]]:
     """(strategy, sharding) that the config allows, simplest first."""
     parallel = config.parallel
     if parallel.strategy != "auto":
-        return [(effective_strategy(config, machine, parallel.strategy), parallel.sharding)]
+        return [(effective_strategy(config, machine, parallel.strategy, traits), parallel.sharding)]
     if parallel.offload == "cpu":
         return [("fsdp", parallel.sharding)]
     if machine.world_size == 1:

@@ -50,12 +50,15 @@ def make_run(
     compiled = is_compiled(config, machine)
     mixed = train.precision in ("bf16-mixed", "16-mixed", "fp8")
     # One micro-batch on one device: gradients are not accumulated, so they stay in the compute dtype.
-    small = mixed and not machine.is_cpu and execution.strategy == "single" and grad_accum_steps == 1
+    small = mixed and not machine.is_cpu and execution.strategy == "single" and grad_accum_steps == 1 and traits == OURS
     small = small and find_optimizer(train.optimizer.name).own_kernel
     keeps = find_strategy(execution.strategy, execution.sharding).keeps_weights
     adapter, facts = read_adapter(config, shape), objective_facts(train.objective)
-    if adapter is not None and adapter.quantize is not None and traits.wide_base and train.precision == "bf16-mixed":
-        adapter = replace(adapter, upcasts=True)
+    if adapter is not None and adapter.quantize is not None:
+        wide = traits.wide_base and train.precision == "bf16-mixed"
+        # FSDP's units need one dtype, so that scripts for it leave the rest in 16 bits.
+        shards = find_strategy(execution.strategy, execution.sharding).fully_shard
+        adapter = replace(adapter, upcasts=wide or (traits.upcasts_base and not shards))
     attention = plan_attention(config, shape, machine).path
     if traits != OURS:
         attention = _attention_elsewhere(config, shape, machine, traits)
@@ -72,7 +75,7 @@ def make_run(
         grad_accum_steps=grad_accum_steps,
         precision=train.precision,
         fp8_head=train.precision == "fp8" and train.fp8_head,
-        reduce_bytes=BYTES[train.reduce_dtype] if mixed else (2 if train.precision == "bf16-true" else 4),
+        reduce_bytes=_reduce_bytes(config, traits),
         optimizer=train.optimizer.name,
         momentum=train.optimizer.momentum > 0,
         optimizer_in_backward=train.optimizer.in_backward,
@@ -106,6 +109,15 @@ def make_run(
         varied_lengths=traits != OURS and not packs(config),
         traits=traits,
     )
+
+
+def _reduce_bytes(config: Config, traits: SystemTraits) -> int:
+    """Bytes per gradient that is reduced, as the config says; else those of a gradient."""
+    train = config.train
+    narrow = train.precision == "bf16-true" or (train.precision == "fp8" and traits.narrow_weights)
+    if narrow or (traits.masters_with_optimizer and "reduce_dtype" not in train.model_fields_set):
+        return 2
+    return 4 if train.precision == "32-true" else BYTES[train.reduce_dtype]
 
 
 def head_share(config: Config) -> float:
@@ -236,13 +248,16 @@ def selects(target: str, linear: str, shape: ModelShape) -> bool:
     return name == target or name.endswith(f".{target}") or linear == target or fnmatch(name, target)
 
 
-def effective_strategy(config: Config, machine: Machine, strategy: str) -> str:
-    """The strategy that `strategy` amounts to on these devices: one device is single, one data-parallel rank is ddp."""
+def effective_strategy(config: Config, machine: Machine, strategy: str, traits: SystemTraits = OURS) -> str:
+    """The strategy that `strategy` amounts to on these devices: one device is single, one data-parallel rank is ddp.
+    DeepSpeed's and Megatron's optimizers have their buckets and hooks on one rank too."""
     parallel, world = config.parallel, machine.world_size
     if strategy == "single" and world > 1:
         raise UserMistake(f"parallel.strategy is single, but there are {world} processes; use ddp or fsdp.")
     if parallel.offload == "cpu":
         return strategy if find_strategy(strategy).fully_shard else "fsdp"
+    if traits.masters_with_optimizer and strategy.startswith("zero"):
+        return strategy
     if world == 1:
         return "single"
     if (same := find_strategy(strategy, parallel.sharding)).ddp and same.name != strategy:

@@ -122,7 +122,12 @@ def usual_network(gpu: Gpu) -> str:
 
 def _link(wanted: str | LinkConfig, usual: str) -> Link:
     if isinstance(wanted, LinkConfig):
-        return Link("as given", wanted.gb_per_second * 1e9, wanted.latency_us * 1e-6)
+        # Collectives over PCI Express reach less of it, and have other latencies.
+        return Link(
+            "pcie-given" if usual.startswith("pcie") else "as given",
+            wanted.gb_per_second * 1e9,
+            wanted.latency_us * 1e-6,
+        )
     return find_link(usual if wanted == "auto" else wanted)
 
 

@@ -1,12 +1,13 @@
 """The result of `shoal plan`: one object, of which JSON, text and plot are views."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.shapes import parameters
+from shoal.config.combinations import find_sharded_scores
 from shoal.config.effect import without_effect
 from shoal.config.reference import computes_before, switches_adapter_off
 from shoal.config.resolve import with_global_batch
@@ -113,8 +114,10 @@ def make_plan(config: Config, *, system: str = "shoal", traits: Sequence[str] = 
     like = Like(engine) if like.name == "shoal" else like
     shape, machine = read_shape(config.model), read_machine(config.hardware)
     config, defaults = _with_defaults(config, like.defaults, machine)
-    config = with_global_batch(config, machine.world_size)
-    question = Question(config, shape, machine, like.traits(machine.gpu, shape.model_type))
+    config, other = with_global_batch(config, machine.world_size), like.traits(machine.gpu, shape.model_type)
+    if other.unties_head:
+        shape = replace(shape, tied=False)
+    question = Question(config, shape, machine, other)
     choice = choose(config, shape, machine, traits=question.traits)
     notes = list(machine.notes)
     if (kind := unknown_architecture(config.model)) is not None:
@@ -127,12 +130,15 @@ def make_plan(config: Config, *, system: str = "shoal", traits: Sequence[str] = 
         notes.append(warning)
     if like == Like(engine):
         notes += [f"shoal train does not accept this yet: {sentence}" for _, sentence in find_unbuilt(config)]
-        notes += [f"shoal train does not accept this: {sentence}" for sentence in find_refused(shape, choice.config)]
+        refused = [*find_refused(shape, choice.config), *(sentence for _, sentence in find_sharded_scores(config))]
+        notes += [f"shoal train does not accept this: {sentence}" for sentence in refused]
         # What is described of the hardware has an effect here, if nowhere else.
         ignored = [note for note in without_effect(config, machine.world_size) if not note.startswith("hardware.")]
         notes += [*ignored, *unintended(choice)]
     else:
         notes.append(f"This forecast is for {like.shown}, not for shoal.")
+        if config.train.precision == "bf16-true" and machine.gpu.bf16 is None:
+            notes.append(f"{machine.gpu.name} has no bf16: 16-bit weights are in fp16.")
         if defaults:
             shown = ", ".join(f"{key} {str(value).lower()}" for key, value in defaults.items())
             notes.append(f"As {like.name} does by default, because the config does not say: {shown}.")

@@ -53,6 +53,7 @@ LITGPT = SystemTraits(
     holds_last_logits=True,  # fit in litgpt/finetune/lora.py
     narrow_loss=True,  # chunked_cross_entropy in litgpt/utils.py
     quantizes_head=True,
+    unties_head=True,  # GPT.__init__ in litgpt/model.py
     quantizes_experts=True,
     dequantizes_in_half=True,
     pads_vocabulary=True,
@@ -78,6 +79,7 @@ HUGGING_FACE = SystemTraits(
     narrow_reduction=True,  # set_mixed_precision in accelerate/utils/dataclasses.py
     widens_outputs=True,  # prepare_model in accelerate/accelerator.py
     waits_for_loss=True,  # logging_nan_inf_filter in transformers/trainer.py
+    upcasts_base=True,  # prepare_model_for_kbit_training in peft/utils/other.py
 )
 # The hand-written loop of benchmarks/gpu: PyTorch, compiled blocks and Liger's loss.
 BY_HAND = SystemTraits(fused_rows="liger")
@@ -147,6 +149,7 @@ TRL = replace(
     chunks="recomputed",
     narrow_adapters="quantized",
     logs_entropy=True,
+    upcasts_base=False,  # but with fp32 weights, which `wide_base` says
 )
 # The Trainer with a model in bf16 (torch_dtype in axolotl/utils/config), which leaves autocast nothing to cast, the
 # flash-attn package (`flash_attention: true` in its examples), multipack by cumulative lengths, and kernels for

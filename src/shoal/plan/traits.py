@@ -240,6 +240,11 @@ class SystemTraits:
     lists_shards: bool = False
     # In mixed precision, the weights under adapters that are not quantized stay in fp32; else they are in 16 bits.
     wide_base: bool = False
+    # What is not quantized under QLoRA is upcast to fp32, unless weights are sharded: prepare_model_for_kbit_training,
+    # as PEFT documents it.
+    upcasts_base: bool = False
+    # The head has weights of its own even if the model ties it to the embedding.
+    unties_head: bool = False
     # Trained weights in 16 bits become fp32 shards under FSDP, because mixed precision is on: prepare_model in
     # accelerate/accelerator.py and fsdp2_prepare_model in accelerate/utils/fsdp_utils.py, since version 0.28.
     upcasts_shards: bool = False
