@@ -103,6 +103,9 @@ class Published:
     not_counted: str = ""  # why its speed says nothing about the forecast
     memory_not_counted: str = ""  # and its memory
 
+    def with_run(self, run: Run) -> "Published":
+        return replace(self, run=run)
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -128,9 +131,13 @@ def sources() -> dict[str, dict[str, Any]]:
 def read_published(*, held_out: bool = False) -> list[Published]:
     """The rows of the sources that are held out, or of those that are not."""
     models = json.loads((FOLDER / "models.json").read_text())
-    lines = (FOLDER / "rows.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in lines]
-    return [_read(one, models) for one in found if sources()[one["source"]]["held_out"] is held_out]
+    return [read_row(one, models) for one in rows_of(held_out=held_out)]
+
+
+def rows_of(*, held_out: bool = False) -> list[dict[str, Any]]:
+    """The lines of `rows.jsonl`, of the same sources."""
+    found = [json.loads(line) for line in (FOLDER / "rows.jsonl").read_text().splitlines()]
+    return [one for one in found if sources()[one["source"]]["held_out"] is held_out]
 
 
 def read_measured(path: Path) -> list[Published]:
@@ -140,10 +147,10 @@ def read_measured(path: Path) -> list[Published]:
 
 def read_lines(lines: list[dict[str, Any]]) -> list[Published]:
     """Such runs, of models that the catalogue has."""
-    return [_read({key: one[key] for key in one if key != "allocated_gib"}, {}) for one in lines]
+    return [read_row({key: one[key] for key in one if key != "allocated_gib"}, {}) for one in lines]
 
 
-def _read(line: dict[str, Any], models: dict[str, Any]) -> Published:
+def read_row(line: dict[str, Any], models: dict[str, Any]) -> Published:
     adapter = line.get("adapter")
     kind = "full" if adapter is None else "QLoRA" if adapter.get("quantize") else "LoRA"
     unsaid = [key for key in line if key not in SETTINGS | OTHERS]
@@ -201,20 +208,20 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
     traits = replace(traits, software=_year(line))
     adapter = None
     plain = line["precision"] == "bf16-true" and not (line.get("adapter") or {}).get("quantize")
-    if traits.peft and plain and _date(line) < FP32_ADAPTERS:
+    if traits.peft and plain and year_and_month(line) < FP32_ADAPTERS:
         traits = replace(traits, narrow_adapters=True)
-    if line["system"] in ("huggingface", "huggingface-bf16") and _date(line) < FUSED_ADAMW:
+    if line["system"] in ("huggingface", "huggingface-bf16") and year_and_month(line) < FUSED_ADAMW:
         traits = replace(traits, foreach_step=True)
-    if line["system"] == "torchtitan-2025" and _date(line) < FUSED_RMS_NORM:
+    if line["system"] == "torchtitan-2025" and year_and_month(line) < FUSED_RMS_NORM:
         traits = replace(traits, unfused_norms=True)
-    if traits.bucket_elements and _date(line) < BUCKET_ALL_REDUCE:
+    if traits.bucket_elements and year_and_month(line) < BUCKET_ALL_REDUCE:
         traits = replace(traits, all_reduces=False)
     held = line.get("adapter") is not None and line["strategy"] in ("fsdp", "zero3")
-    if line["system"] in MODEL_CHECKPOINTS and _date(line) < NOT_REENTRANT and not held:
+    if line["system"] in MODEL_CHECKPOINTS and year_and_month(line) < NOT_REENTRANT and not held:
         traits = replace(traits, reentrant=True)
     if line["system"] in {*MODEL_CHECKPOINTS, "transformers-no-loss"}:
-        buffers = _date(line) < MASK_BUFFERS.get(shape.model_type, (0, 0))
-        traits = replace(traits, mask_buffers=buffers, wide_rotary=_date(line) < WIDE_ROTARY)
+        buffers = year_and_month(line) < MASK_BUFFERS.get(shape.model_type, (0, 0))
+        traits = replace(traits, mask_buffers=buffers, wide_rotary=year_and_month(line) < WIDE_ROTARY)
     if line.get("adapter") is not None:
         given = dict(line["adapter"])
         adapter = Adapter(given.pop("rank"), tuple(given.pop("targets")), **given)
@@ -252,7 +259,7 @@ def _link(given: str | dict[str, float]) -> Link:
 def _year(line: dict[str, Any]) -> int:
     """The year of a row's libraries, by its own date, such as 24.09, or that of its source, or by the version of
     PyTorch that this names."""
-    year, month = _date(line)
+    year, month = year_and_month(line)
     if line["system"] in CONTAINERS:
         return year
     if (year, month) < NEW_WHEELS:
@@ -264,7 +271,7 @@ def _year(line: dict[str, Any]) -> int:
     return 2024 if earlier else year
 
 
-def _date(line: dict[str, Any]) -> tuple[int, int]:
+def year_and_month(line: dict[str, Any]) -> tuple[int, int]:
     """Year and month of a row, by its own date or that of its source."""
     date = f"20{line['date']}" if "date" in line else sources()[line["source"]]["date"]
     return int(date[:4]), int(date[5:7] or 1)

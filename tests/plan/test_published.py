@@ -57,7 +57,7 @@ def test_a_rows_recomputed_parts_give_a_memory_forecast_and_no_row_is_there_twic
     assert len(ours) == len(set(ours))
     line = next(json.loads(line) for line in lines if "recomputed_parts" in line)
     models = json.loads((FOLDER / "models.json").read_text())
-    row = published._read({**line, "memory": [1, "GiB", "allocated"]}, models)
+    row = published.read_row({**line, "memory": [1, "GiB", "allocated"]}, models)
     assert {one.what for one in published.compare([row], all_counted=True)} == {"memory", "speed"}
 
 

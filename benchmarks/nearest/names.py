@@ -1,0 +1,76 @@
+"""The name that `--like` has for what a source ran, where the traits of `nearest` say more about it."""
+
+from shoal.plan.like import NAMES
+
+# By how the names of `nearest` begin; the first that matches.
+BEGINNINGS = {
+    "huggingface-2024-loop": "transformers",
+    "infra-bench": "transformers",
+    "transformers": "transformers",
+    "plain-loop": "transformers",
+    "automodel": "transformers",
+    "atorch": "transformers",
+    "llama-recipes": "transformers",
+    "yafsdp": "huggingface",
+    "huggingface": "huggingface",
+    "optimum": "huggingface",
+    "fms-": "huggingface",
+    "gpt-bigcode": "huggingface",
+    "oumi": "huggingface",
+    "qwen": "huggingface",
+    "whynlp-deepspeed": "deepspeed",
+    "whynlp": "huggingface",
+    "trl": "trl",
+    "unsloth": "unsloth",
+    "axolotl": "axolotl",
+    "xtuner-deepspeed": "deepspeed",
+    "deepspeed": "deepspeed",
+    "colossal": "colossalai",
+    "megatron-deepspeed": "megatron-deepspeed",
+    "megatron-zero3": "megatron-deepspeed",
+    "megatron": "megatron",
+    "flagscale": "megatron",
+    "aleph": "megatron",
+    "primus": "megatron",
+    "lumen": "megatron",
+    "fast-llm": "megatron",
+    "llama3": "megatron",
+    "flash-attention": "megatron",
+    "bridge": "megatron-bridge",
+    "nemo": "nemo",
+    "neox": "gpt-neox",
+    "pax": "maxtext",
+    "tensorflow": "tensorflow",
+    "bert-apex": "nvidia-bert",
+    "oneflow": "nvidia-bert",
+    "llm.q": "llm.c",
+    "olmo-core": "olmo-core",
+    "torchtitan": "torchtitan",
+    "prime-rl": "torchtitan",
+    "benchmark-tp": "torchtitan",
+    "lightning-2d": "torchtitan",
+    "xtuner": "torchtitan",
+    "bionemo": "torchtitan",
+    "fms": "torchtitan",
+    "lsai": "torchtitan",
+    "idris-fsdp2": "torchtitan",
+    "mistral-finetune": "torchtune",
+    "lit-gpt": "litgpt",
+    "thunder": "litgpt",
+    "nanogpt": "nanogpt",
+    "nanochat": "nanogpt",
+    "modded-nanogpt": "nanogpt",
+    "fire-nanogpt-eager": "pytorch",
+    "fire-nanogpt": "nanogpt",
+    "gollem-plain": "pytorch",
+    "gollem": "nanogpt",
+    "smol-llama": "nanogpt",
+    "compiled-torch": "nanogpt",
+}
+
+
+def name_of(system: str) -> str:
+    """The system that one would ask `--like` for; a loop by hand is `pytorch`."""
+    if system in NAMES:
+        return system
+    return next((name for beginning, name in BEGINNINGS.items() if system.startswith(beginning)), "pytorch")
