@@ -43,6 +43,8 @@ HELD_LOGITS: Month = (2024, 9)
 # and GPT-NeoX rotated in fp32 until 4.45.
 MASK_BUFFERS: dict[str, Month] = {"gpt_neox": (2025, 3), "gpt2": (2026, 1)}
 WIDE_ROTARY: Month = (2024, 9)
+# transformers 4.48: attention may be given fewer heads of keys than of queries.
+GROUPED_ATTENTION: Month = (2025, 1)
 # From PEFT 0.12 on, adapters of 16-bit layers are in fp32 (autocast_adapter_dtype); before, in the layer's dtype.
 FP32_ADAPTERS: Month = (2024, 8)
 # Accelerate 0.28: trained 16-bit weights become fp32 shards.
@@ -111,6 +113,7 @@ def _trainer(traits: SystemTraits, date: Month) -> dict[str, Any]:
         "foreach_step": date < FUSED_ADAMW,
         "reentrant": traits.reentrant or date < NOT_REENTRANT,
         "upcasts_shards": date >= FP32_SHARDS,
+        "grouped_attention": traits.grouped_attention and date >= GROUPED_ATTENTION,
         "quantized_keep_inputs": date < FREED_INPUTS,
         "dequantizes_in_half": date < BF16_DEQUANTIZED,
     }

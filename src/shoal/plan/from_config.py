@@ -167,7 +167,8 @@ def _attention_elsewhere(config: Config, shape: ModelShape, machine: Machine, tr
         return "fused" if traits.variable_lengths else "dense mask"
     # SDPA has no fused kernel for grouped keys in fp32 and before Ampere, unless they are repeated for every query.
     flash = (machine.gpu.compute_capability or AMPERE) >= AMPERE and config.train.precision != "32-true"
-    grouped = shape.kv_heads != shape.heads and not traits.repeats_keys and not machine.is_cpu
+    grouped = shape.kv_heads != shape.heads and traits.grouped_attention and not traits.repeats_keys
+    grouped = grouped and not machine.is_cpu
     return "fused" if flash or not grouped else "scores"
 
 

@@ -24,8 +24,8 @@ def last_micro_batch(run: Run, rank: Rank) -> float:
 
 
 def held_inputs(run: Run, rank: Rank) -> float:
-    """The inputs of the blocks behind the first, and their gradients, which frozen FSDP units keep to the end."""
-    frozen = run.sharded and run.adapter is not None
+    """The inputs of the blocks behind the first, and their gradients, which frozen units of FSDP1 keep to the end."""
+    frozen = run.sharded and run.traits.flat_parameters and run.adapter is not None
     if not frozen or not run.traits.reentrant or run.recompute != "full":
         return 0.0
     return 2 * (rank.blocks - 1) * block_input(run)

@@ -182,6 +182,8 @@ UNSLOTH = replace(
     fused_rows="4 GiB",
     fused_activation=True,
     reentrant=True,
+    # xFormers' kernel where the flash-attn package has none: unsloth/utils/attention_dispatch.py
+    grouped_attention=False,
     expandable_segments=True,  # PYTORCH_CUDA_ALLOC_CONF in unsloth_zoo/__init__.py
 )
 # Its published results are of 2023.

@@ -19,6 +19,9 @@ class SystemTraits:
     fused_by_hand: bool = False
     # Keys and values are repeated for every query head before attention, and saved like that.
     repeats_keys: bool = False
+    # Attention is given fewer heads of keys than of queries, for which SDPA has no fused kernel in fp32 and before
+    # Ampere (enable_gqa; use_gqa_in_sdpa in transformers since 4.48). Else they are repeated, or it is another kernel.
+    grouped_attention: bool = True
     # Padding is removed before attention and put back after it even where there is none, which copies what it reads and
     # returns.
     unpads: bool = False
@@ -183,7 +186,7 @@ class SystemTraits:
     # gathers and frees a block's weights on its own, so that the backward pass gathers them once more.
     checkpoints_units: bool = False
     # Activation checkpointing is the reentrant one, as in transformers before version 5 unless `use_reentrant` is
-    # false: the whole forward pass runs again, where the other stops once all saved tensors exist. If FSDP's units are
+    # false: the whole forward pass runs again, where the other stops once all saved tensors exist. If FSDP1's units are
     # frozen, hooks on their recomputed inputs keep these inputs, and the gradients that have
     # come to them, until the end of the backward pass: _register_post_backward_reshard_only_hook in
     # torch/distributed/fsdp/_runtime_utils.py.
