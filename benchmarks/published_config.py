@@ -5,6 +5,7 @@ What a config cannot say is left out: a row that needs it has no config.
 
 from typing import Any
 
+from shoal.catalogue.families import FAMILIES, Family
 from shoal.catalogue.shapes import NAMED
 
 QUANTIZE = {None: "lora", "nf4": "qlora"}
@@ -77,7 +78,7 @@ def config_of(line: dict[str, Any], models: dict[str, Any]) -> dict[str, Any] | 
         found["model.attention"] = "eager"
     if line.get("dropout") or line.get("attention_dropout"):
         found["model.dropout"] = 0.1
-    if line.get("head_share", 1.0) < 1 or line.get("classifier"):
+    if not shape_traits(found["model.shape"]).causal or "head_share" in line:
         if not (objective := _objective(line)):
             return None
         found |= objective
@@ -89,7 +90,7 @@ def config_of(line: dict[str, Any], models: dict[str, Any]) -> dict[str, Any] | 
         found |= {
             "adapter.kind": QUANTIZE[adapter.get("quantize")],
             "adapter.rank": adapter["rank"],
-            "adapter.targets": adapter["targets"],
+            "adapter.targets": [one for name in adapter["targets"] for one in JOINED.get(name, [name])],
             "adapter.dropout": 0.05 if adapter.get("dropout") else 0.0,
             "adapter.dora": adapter.get("dora", False),
         }
@@ -100,17 +101,23 @@ def config_of(line: dict[str, Any], models: dict[str, Any]) -> dict[str, Any] | 
 
 # Labels of a sequence: a class, or the two ends of an answer, which cost next to nothing either way.
 CLASSIFIED = 2.0
+# Names of one matmul where our shape has several.
+JOINED = {"attn": ["q_proj", "k_proj", "v_proj"]}
 KNOWN_ADAPTER = {"rank", "targets", "quantize", "dropout", "dora", "double_quantized", "upcasts"}
 
 
 def _objective(line: dict[str, Any]) -> dict[str, Any]:
     """The objective of an encoder by the share of tokens that have logits; empty if neither of ours has it."""
-    share = line.get("head_share", 0.0)
-    if 0.1 < share < 0.2:
+    share = 0.0 if line.get("classifier") else line.get("head_share", 1.0)
+    if 0.1 < share < 0.2 or share == 1:
         return {"train.objective": "masked_lm"}
     if share * line["sequence"] <= CLASSIFIED:
         return {"train.objective": "classify", "data.label": "label", "data.pack": False}
     return {}
+
+
+def shape_traits(shape: str | dict[str, Any]) -> Family:
+    return NAMED[shape].traits if isinstance(shape, str) else FAMILIES[shape["family"]]
 
 
 def _recompute(line: dict[str, Any]) -> Any:

@@ -187,7 +187,6 @@ def test_explicit_sizes_have_the_hand_computed_parameter_count() -> None:
         ("llama", {"heads": 0}, "heads is 0"),
         ("llama", {"kv_heads": 0}, "kv_heads is 0"),
         ("lama", {}, "'lama' is unknown.*Did you mean llama"),
-        ("mpt", {}, "can only be forecast"),
     ],
 )
 def test_sizes_that_contradict_each_other_are_refused_in_a_sentence(

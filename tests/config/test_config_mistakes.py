@@ -289,6 +289,13 @@ def test_what_is_not_built_yet_is_refused_with_an_alternative(override: str, mea
     assert "\n" not in says
 
 
+def test_a_family_that_is_only_forecast_is_refused_in_training_and_can_be_planned() -> None:
+    override = "model.shape={family: mpt}"
+    assert "model.shape.family mpt is only forecast" in mistake_in(BASE, override)
+    planned = load_config(None, [override], planned=True)
+    assert planned.model.shape.named().family == "mpt"
+
+
 @pytest.mark.parametrize(
     "override",
     [

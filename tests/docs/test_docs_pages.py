@@ -125,6 +125,10 @@ def parse(words: list[str]) -> None:
     if {"--help", "-h"} & set(words):
         return
     command.make_context(command.name, list(words))
-    given = [word for word in words if re.match(r"[a-z_]+(\.[a-z_]+)*=", word)]
+    given = [
+        word
+        for option, word in zip(["", *words], words, strict=False)
+        if option != "--trait" and re.match(r"[a-z_]+(\.[a-z_]+)*=", word)
+    ]
     if command.name in ("train", "plan", "submit", "show"):
         load_config(None, given, planned=True, needs_model=False)

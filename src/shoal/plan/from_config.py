@@ -99,7 +99,7 @@ def make_run(
         virtual_stages=0 if parallel.pp_stages == "auto" else parallel.pp_stages,
         sequence_parallel=parallel.sequence_parallel,
         cp_method=parallel.cp_method,
-        head_share=head_share(config),
+        head_share=head_share(config, traits),
         of_answers=facts.of_answers,
         reference_pass=switches_adapter_off(config),
         adapter=adapter,
@@ -120,10 +120,12 @@ def _reduce_bytes(config: Config, traits: SystemTraits) -> int:
     return 4 if train.precision == "32-true" else BYTES[train.reduce_dtype]
 
 
-def head_share(config: Config) -> float:
+def head_share(config: Config, traits: SystemTraits = OURS) -> float:
     """The share of tokens with logits: of a masked language model the masked ones, rounded up as
-    `models.cross_entropy.kept_tokens` does; of a classifier one per sequence."""
+    `models.cross_entropy.kept_tokens` does, if the system gathers them; of a classifier one per sequence."""
     if config.train.objective == "masked_lm":
+        if not traits.gathers_masked:
+            return 1.0
         return min(1.0, ceil(config.train.mask_ratio * KEPT_SIZES) / KEPT_SIZES)
     return 1 / config.data.max_length if config.train.objective == "classify" else 1.0
 

@@ -42,13 +42,21 @@ NANOGPT = SystemTraits(
     pads_vocabulary=True,
     copies_to_buckets=True,
 )
-# NVIDIA's BERT in DeepLearningExamples: Apex's norms and optimizer, PyTorch's DDP, scores with PyTorch's softmax.
+# NVIDIA's BERT in DeepLearningExamples: Apex's norms and optimizer, PyTorch's DDP, scores with PyTorch's softmax, and a
+# head that reads the masked positions, as TensorFlow's (gather_indexes in its run_pretraining.py).
 NVIDIA_BERT = replace(
-    MEGATRON, fused_softmax="compiled", accumulates_in_matmuls=False, overlaps_gradients=True, wide_gradients=False
+    MEGATRON,
+    fused_softmax="compiled",
+    accumulates_in_matmuls=False,
+    overlaps_gradients=True,
+    wide_gradients=False,
+    gathers_masked=True,
 )
 # XLA lays memory out before the first step; norms, and the sums that they read, are in fp32: call in
 # TensorFlow2/LanguageModeling/BERT/official/nlp/modeling/layers/transformer.py of NVIDIA/DeepLearningExamples.
-TENSORFLOW = replace(MEGATRON, fused_softmax="never", planned_memory=True, wide_residual_stream=True)
+TENSORFLOW = replace(
+    MEGATRON, fused_softmax="never", planned_memory=True, wide_residual_stream=True, gathers_masked=True
+)
 MAXTEXT = replace(MEGATRON, fused_softmax="never", planned_memory=True)
 # Recipes of Megatron-Bridge 0.1.0rc4 as they are: both overlaps and fp32 gradients (recipes/qwen), no
 # comm_overlap_config, and `bias_activation_fusion` false (models/gpt_provider.py).

@@ -21,6 +21,7 @@ OURS = SystemTraits(
     pads_vocabulary=True,
     packs_projections=True,
     copies_sequences="batched",  # parallel/collectives.py
+    gathers_masked=True,  # models/cross_entropy.py
 )
 TORCHTITAN = SystemTraits(
     repeats_keys=True,

@@ -246,6 +246,9 @@ class SystemTraits:
     # What is not quantized under QLoRA is upcast to fp32, unless weights are sharded: prepare_model_for_kbit_training,
     # as PEFT documents it.
     upcasts_base: bool = False
+    # The head of a masked language model computes logits of the masked tokens alone; else of all, as that of
+    # transformers' BertForMaskedLM.
+    gathers_masked: bool = False
     # The head has weights of its own even if the model ties it to the embedding.
     unties_head: bool = False
     # Trained weights in 16 bits become fp32 shards under FSDP, because mixed precision is on: prepare_model in
