@@ -16,6 +16,7 @@ ALEPH = replace(
     widens_reduction=True,
     all_reduces=True,
     stages_of_modules=True,
+    gathers_inputs_again=False,
 )
 MEGATRONS: dict[str, SystemTraits] = {
     "oneflow": replace(MEGATRON, overlaps_gradients=True, planned_memory=True),
@@ -106,6 +107,7 @@ MEGATRONS: dict[str, SystemTraits] = {
         overlaps_gradients=True,
         even_stages=False,
         flash2=True,
+        gathers_inputs_again=False,  # `tp_recompute_allgather` came after July 2024
     ),
     # Aleph Alpha's scaling: bf16 gradients are all-reduced in fp32 after the backward pass (allreduce_no_retain in
     # core/optimizer), the activation and the loss are PyTorch's, and norms too unless a run names their kernel; stages

@@ -117,7 +117,7 @@ def test_a_quantized_layer_that_casts_nothing_takes_the_host_a_quarter_of_the_ti
     assert short.adapter is not None
     upcast = short.with_(adapter=replace(short.adapter, upcasts=True))
     more = 32 * 7 * 0.30e-3
-    assert seconds(upcast) - seconds(short) == pytest.approx(more * (1.5 if short.mixed else 1), rel=0.02)
+    assert seconds(upcast) - seconds(short) == pytest.approx(more, rel=0.02)
 
 
 def test_one_adapter_on_joined_queries_keys_and_values_replaces_three():

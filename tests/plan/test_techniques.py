@@ -170,7 +170,10 @@ def test_a_paged_optimizer_keeps_its_state_with_the_host():
     plain = states(replace(run, paged_optimizer=False), rank)
     assert states(run, rank).optimizer.amount == 0
     assert states(run, rank).host == plain.optimizer.amount
-    assert seconds(run) > seconds(replace(run, paged_optimizer=False))
+    # CUDA leaves its pages on the device while there is room for them.
+    assert seconds(run) == seconds(replace(run, paged_optimizer=False))
+    full = replace(run, gpu=replace(run.gpu, memory_gib=40.0))
+    assert seconds(full) > seconds(replace(full, paged_optimizer=False))
 
 
 def test_adafactor_keeps_a_row_and_a_column_per_matrix():

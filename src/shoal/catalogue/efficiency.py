@@ -319,8 +319,9 @@ def efficiency(gpu: Gpu, *, software: int = 0, transformer_engine: bool = False)
         return _OLD_AMPERE
     # The H100 with 96 GB was measured with software of 2024. The H20's multiprocessors are no faster than an A100's:
     # they do not need Hopper's instructions to be busy.
-    if software in _OLD_HOPPER and gpu.compute_capability == (9, 0) and gpu.name not in ("h100-96gb", "h20"):
-        old = _OLD_HOPPER[software]
+    hopper = max(software, min(_OLD_HOPPER)) if software else 0  # none is older than Hopper itself
+    if hopper in _OLD_HOPPER and gpu.compute_capability == (9, 0) and gpu.name not in ("h100-96gb", "h20"):
+        old = _OLD_HOPPER[hopper]
         return replace(
             old,
             matmuls=min(found.matmuls, old.matmuls),

@@ -159,7 +159,8 @@ def _post_norms(run: Run) -> float:
 
 
 def _inputs(run: Run, tokens: float) -> list[Term]:
-    """Inputs of the linear layers after the two norms; all-gathered under tensor parallelism, so not sharded."""
+    """Inputs of the linear layers after the two norms; all-gathered under tensor parallelism, so not sharded, unless
+    they are gathered again."""
     shape, itemsize = run.shape, _input_bytes(run)
     read = needed(run)
     kept = len(read & NORMS)
@@ -174,7 +175,8 @@ def _inputs(run: Run, tokens: float) -> list[Term]:
         return [_peft_inputs(run, tokens), *_dropped(run, tokens)]
     if run.recomputes_cheap and run.mesh.tp == 1 and itemsize > 1:
         kept = 0  # recomputed from the norm's input, unless it was all-gathered or cast to fp8
-    found = [leaf("linear inputs", tokens * kept * shape.hidden * itemsize)]
+    saved = run.stream_tokens if run.gathers_inputs_again else tokens
+    found = [leaf("linear inputs", saved * kept * shape.hidden * itemsize)]
     return [*found, *_dropped(run, tokens)]
 
 

@@ -92,7 +92,7 @@ def rotary_of(run: Run) -> str:
 
 def spared_power(run: Run, busy: float, others: float) -> float:
     """How much faster matmuls are than in large models' steps if they and attention take `busy` seconds of a block."""
-    if run.gpu.name not in POWER_LIMITED or run.traits.software == 2023:
+    if run.gpu.name not in POWER_LIMITED or 0 < run.traits.software <= 2023:
         return 1.0  # the Hopper of 2023 is by eager runs
     share = busy / (busy + others)
     return 1 + SPARED * min(1.0, max(0.0, (MOST - share) / (MOST - HALF)))

@@ -51,11 +51,15 @@ FSDP_HOST = 2.6e-3
 # activation checkpointing (3.7 and 3.0 times) and with queries and keys that stay DTensors (4.8 and 4.7):
 # benchmarks/gpu/tp_host_h200.
 DTENSOR_HOST, REPLICATED_DTENSOR_HOST = 4.6, 3.5
-# Autocast launches a cast for every weight, input and bias of a linear layer, and for their gradients.
+# Autocast launches a cast for every weight, input and bias of a linear layer, and for their gradients. Frozen weights
+# under adapters are in 16 bits already.
 AUTOCAST_HOST = 1.5
-# How much longer the cores of a Grace take: a linear layer of PyTorch takes the host 33.2 microseconds on a GH200 and
-# 37.1 on a GB200, where a Xeon of a DGX H100 takes 13.5 (NVIDIA/TransformerEngine, issue 2053).
-GRACE_HOST = {"nvlink-c2c": 33.17 / 13.48, "nvlink-c2c-shared": 37.08 / 13.48}
+# How much longer the cores of a Grace take than those of the host of an H200, of which the other times are: a forward
+# pass of a linear layer of PyTorch takes it 33.2 microseconds on a GH200 and 37.1 on a GB200, a DGX H100's Xeon 13.5
+# (NVIDIA/TransformerEngine, issue 2053), and that host 19.0, in the median of three calls
+# (benchmarks/gpu/linear_host_h200).
+H200_LINEAR = 19.04
+GRACE_HOST = {"nvlink-c2c": 33.17 / H200_LINEAR, "nvlink-c2c-shared": 37.08 / H200_LINEAR}
 # What a forward pass without autograd adds to that, as of a reference model; and activation checkpointing: reentrant it
 # is such a pass, and otherwise every saved tensor goes through hooks in Python. Measured on blocks of a Llama with and
 # without adapters, on the host of an H200: benchmarks/gpu/trainer_h200.
@@ -87,7 +91,7 @@ def launch_gaps(run: Run, blocks: int) -> float:
     kernels = block_operations(run)
     if run.adapter is not None:
         kernels += _adapter_launches(run)[1] * len(adapted(run))
-    if run.traits.casts_per_use and run.mixed:
+    if run.casts_weights:
         kernels *= AUTOCAST_HOST
     # A forward pass has a third of the kernels of both.
     again = (run.repeats_forward + run.reference_pass) / 3
@@ -109,7 +113,7 @@ def _launching(run: Run, blocks: int) -> float:
             bare = run.adapter.quantize != "gptq" and run.layer_bytes == run.compute_bytes
             each = DEQUANTIZED_HOST if bare else QUANTIZED_HOST
             block += each * len(linears(run.shape, joined=run.traits.fused_qkv))
-    if run.traits.casts_per_use and run.mixed:
+    if run.casts_weights:
         block *= AUTOCAST_HOST
     if run.traits.dtensors and run.mesh.tp > 1:
         block *= DTENSOR_HOST if run.sequence_parallel else REPLICATED_DTENSOR_HOST

@@ -1,9 +1,10 @@
 """Time of the collectives inside blocks and between pipeline stages, which overlap with nothing."""
 
 from shoal.plan.activations import block_input
-from shoal.plan.communication import collective_seconds, contention, rank_group, ring_speed
+from shoal.plan.blocks import linears
+from shoal.plan.communication import Group, collective_seconds, contention, rank_group, ring_speed
 from shoal.plan.compute import block_compute
-from shoal.plan.kernels import bandwidth, eager_bandwidth
+from shoal.plan.kernels import bandwidth, eager_bandwidth, matmul_seconds
 from shoal.plan.layout import Rank
 from shoal.plan.run import Run
 from shoal.plan.terms import Term, group, leaf
@@ -26,6 +27,8 @@ def model_parallel(run: Run, rank: Rank) -> Term:
         # Two all-gathers and two reduce-scatters forward, the same backward; recomputation skips only the last one.
         # Without sequence parallelism each pair is one all-reduce, which moves as many bytes.
         tensor = 4 * gathered + 4 * summed
+        if run.gathers_inputs_again and not run.traits.overlaps_tensor:
+            tensor = 2 * gathered + 2 * summed + _summed_beside_matmuls(run, over, gathered, summed)
         if run.repeats_forward:
             tensor += 2 * gathered + summed
         if run.reference_pass:
@@ -45,6 +48,18 @@ def model_parallel(run: Run, rank: Rank) -> Term:
         leaf("context parallel", context),
         leaf("between pipeline stages", stages),
     )
+
+
+def _summed_beside_matmuls(run: Run, over: Group, gathered: float, summed: float) -> float:
+    """Seconds per block of the collectives of a backward pass, of which only those of the gradients that row-parallel
+    layers read are exposed: inputs are gathered again beside the matmuls of their gradients, and these are summed
+    beside those of the weights' gradients. Without sequence parallelism there is only the sum, an all-reduce."""
+    read = [one.local_sizes(run.mesh.tp) for one in linears(run.shape, joined=run.traits.fused_qkv) if not one.row]
+    matmuls = sum(matmul_seconds(run, run.tokens, *sizes, fp8=run.precision == "fp8") for sizes in read)
+    slowdown = contention(run, over) * 2 * (gathered + summed)
+    if not run.sequence_parallel:
+        return slowdown + max(0.0, 2 * (gathered + summed) - matmuls)
+    return 2 * gathered + slowdown + max(0.0, 2 * gathered - matmuls) + max(0.0, 2 * summed - matmuls)
 
 
 def _copied_sequences(run: Run, summed: float, gathered: float) -> float:

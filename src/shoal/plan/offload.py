@@ -3,9 +3,10 @@
 from shoal.plan.activations import block_input, block_kept
 from shoal.plan.compute import BlockCompute, block_compute
 from shoal.plan.layout import Rank
+from shoal.plan.memory import forecast_memory
 from shoal.plan.run import Run
 from shoal.plan.states import held_weights, optimizer_bytes, trained_parameters
-from shoal.plan.terms import Term, group, leaf
+from shoal.plan.terms import GIB, Term, group, leaf
 
 # Share of the nominal bandwidth of the link to the host that copies of pinned memory reach.
 HOST_LINK_SHARE = 0.8
@@ -58,12 +59,20 @@ def steps_on_host(run: Run) -> bool:
     return run.offload == "cpu" or (run.offload == "optimizer" and run.traits.masters_with_optimizer)
 
 
+def _evicted(run: Run, state: float) -> float:
+    """Bytes of a paged optimizer state that the rest of a step leaves no room for on the device."""
+    memory = forecast_memory(run)
+    return max(0.0, state + memory.allocated + memory.context - run.gpu.memory_gib * GIB)
+
+
 def offloaded_state(run: Run, rank: Rank) -> Term:
     """Seconds per step for weights and optimizer state in host memory."""
     if run.offload == "none" and not run.paged_optimizer:
         return group("offload")
     if not steps_on_host(run):
         moved = 2 * optimizer_bytes(run, rank) / run.optimizer_shards
+        if run.paged_optimizer and run.offload == "none":
+            moved = min(moved, 2 * _evicted(run, moved / 2))
         return leaf("optimizer state transfer", moved / (host_link(run) if run.offload != "nvme" else NVME))
     trained, block = trained_parameters(run, rank), block_compute(run)
     gradients = trained * (run.reduced_bytes if run.traits.masters_with_optimizer else run.weight_bytes)

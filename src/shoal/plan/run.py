@@ -14,6 +14,8 @@ from shoal.plan.traits import SystemTraits
 __all__ = ["FROZEN", "ONE", "Adapter", "Run", "Trained"]
 
 ONE = Mesh()
+# The year in which Megatron began to save parts of inputs (`SystemTraits.gathers_inputs_again`).
+GATHERED_AGAIN = 2022
 # What frozen matrices under adapters that are autograd functions may be stored as.
 FUSED = (None, "nf4", "fp4")
 
@@ -356,6 +358,12 @@ class Run:
     def stream_tokens(self) -> float:
         """Tokens of the residual stream and the norms on a rank."""
         return self.tokens / self.mesh.tp if self.sequence_parallel else float(self.tokens)
+
+    @property
+    def gathers_inputs_again(self) -> bool:
+        """Whether tensor-parallel ranks save their parts of inputs, and sum the gradients of these beside matmuls."""
+        early = 0 < self.traits.software < GATHERED_AGAIN
+        return self.traits.gathers_inputs_again and self.mesh.tp > 1 and self.adapter is None and not early
 
     @property
     def global_batch(self) -> int:

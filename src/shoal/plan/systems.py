@@ -115,6 +115,7 @@ MEGATRON = SystemTraits(
     masters_with_optimizer=True,  # Float16OptimizerWithFloat16Params in megatron/core/optimizer/optimizer.py
     wide_gradients=True,  # --bf16 sets accumulate_allreduce_grads_in_fp32 in megatron/training/arguments.py
     accumulates_in_matmuls=True,  # gradient_accumulation_fusion in megatron/core/model_parallel_config.py
+    gathers_inputs_again=True,  # megatron/core/tensor_parallel/layers.py, Transformer Engine's linear layers
     saves_fp8_inputs=True,  # Transformer Engine's linear layers
     casts_once=True,  # the same: both layouts by one kernel
     keeps_fp8_weights=True,  # the same: is_first_microbatch in megatron/core/extensions/transformer_engine.py
@@ -136,7 +137,11 @@ NEMO = replace(
 # Megatron-DeepSpeed: Megatron's model with DeepSpeed's ZeRO-1, which flattens fp16 gradients in its step; bf16 ones are
 # added up in fp32 by its BF16_Optimizer.
 MEGATRON_DEEPSPEED = replace(
-    MEGATRON, accumulates_in_matmuls=False, flattens_gradients=True, keeps_added_gradients=True
+    MEGATRON,
+    accumulates_in_matmuls=False,
+    flattens_gradients=True,
+    keeps_added_gradients=True,
+    gathers_inputs_again=False,  # its layers are of Megatron-LM before
 )
 # The Hugging Face Trainer with TRL's defaults: an fp32 model under autocast (create_model_from_path in
 # trl/trainer/utils.py), packing by position ids, a loss in parts whose logits are computed again in the backward pass

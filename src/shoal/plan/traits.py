@@ -132,6 +132,11 @@ class SystemTraits:
     replicates_scales: bool = False
     # With an 8-bit optimizer, the embedding's state is in fp32.
     wide_embedding_state: bool = False
+    # Of what tensor-parallel ranks all-gather along the sequence for a linear layer, each saves its own part, which is
+    # gathered again in the backward pass beside a matmul; and gradients of inputs are summed beside the matmul of those
+    # of weights (LinearWithGradAccumulationAndAsyncCommunication in megatron/core/tensor_parallel/layers.py, from 2022
+    # on). Not where weights are frozen.
+    gathers_inputs_again: bool = False
     # An input of several fp8 matmuls is cast once, into both layouts; else once per matmul, in forward and backward.
     casts_once: bool = False
     # Weights are cast to fp8 in the first micro-batch of a step, and the others use that; else in every micro-batch.
