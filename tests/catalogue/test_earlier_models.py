@@ -135,6 +135,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
         "hidden_size": 64, "num_layers": 4, "num_heads": 4, "vocab_size": 130,
         "attention_types": [[["global", "local"], 2]],
     }),
+    ("gpt_neox", {**PLAIN, "attention_bias": False}),
     ("gptj", {**GPT, "rotary_dim": 8}),
     ("gptj", {**GPT, "rotary_dim": 8, "n_inner": 100}),
     ("llama", {**GROUPED, "attention_bias": True, "mlp_bias": True}),

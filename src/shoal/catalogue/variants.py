@@ -30,6 +30,12 @@ def _internlm(shape: ModelShape, settings: Settings) -> ModelShape:
     return replace(shape, others=shape.others + biases)
 
 
+def _neox(shape: ModelShape, settings: Settings) -> ModelShape:
+    biases = 0 if settings.get("attention_bias", True) else _attention_biases(shape)
+    parallel = bool(settings.get("use_parallel_residual", True))
+    return replace(shape, others=shape.others - biases, parallel_residual=parallel)
+
+
 def _opt(shape: ModelShape, settings: Settings) -> ModelShape:
     """The 350m norms after its layers, has no final norm, and embeddings that are narrower than its blocks."""
     hidden, width = shape.hidden, int(settings.get("word_embed_proj_dim") or shape.hidden)
@@ -124,6 +130,7 @@ VARIANTS: dict[str, Callable[[ModelShape, Settings], ModelShape]] = {
     "esm": _esm,
     "falcon": _falcon,
     "gpt_bigcode": _gpt_bigcode,
+    "gpt_neox": _neox,
     "internlm": _internlm,
     "llama": _llama,
     "opt": _opt,
