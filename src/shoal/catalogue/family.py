@@ -68,6 +68,7 @@ class Family:
     parallel_residual: bool = False  # attention and MLP may read the same input
     unfused_gelu: bool = False  # the activation function is several elementwise kernels
     unfused_erf: bool = False  # the same, of the definition of GELU
+    saves_activation: bool = False  # the activation function saves what it returns, not what it reads
     recomputed_gelu: bool = False  # such kernels in a function that saves their input only
     hidden_dropout: bool = False  # has dropout on the hidden states, by default 0
     causal: bool = True

@@ -112,6 +112,7 @@ FORECAST_ONLY: dict[str, Family] = {
         hidden_dropout=True,
         linear_bias=True,
         norm_bias=True,
+        saves_activation=True,
         tied=True,
     ),
     "bloom": Family(

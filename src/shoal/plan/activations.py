@@ -280,6 +280,8 @@ def _mlp(run: Run, tokens: float) -> list[Term]:
     # Gated: both factors, and their product as the input of the last linear layer; eager also the activation's output.
     fused = run.compiled or run.traits.fused_activation or has_mlp_in_place(run)
     factors = (2 if fused else 3) if shape.traits.gated else 1
+    if shape.traits.saves_activation and inner:
+        factors -= 1
     wide = 0
     if run.writes_out_gelu and not shape.traits.recomputed_gelu:
         # Beside its input: half of that, its tanh, and one more than that; of these all but the second in fp32 under
