@@ -96,7 +96,7 @@ def test_gpt2_size_names_are_read():
 def test_distilbert_size_names_are_read():
     sizes = {"dim": 768, "n_layers": 6, "n_heads": 12, "hidden_dim": 3072, "vocab_size": 30522}
     shape = shape_from_settings({"model_type": "distilbert", "max_position_embeddings": 512, **sizes})
-    assert (shape.family, shape.hidden, shape.layers, shape.heads, shape.ffn) == ("bert", 768, 6, 12, 3072)
+    assert (shape.family, shape.hidden, shape.layers, shape.heads, shape.ffn) == ("distilbert", 768, 6, 12, 3072)
 
 
 SMALL = "model.shape={family: llama, hidden: 96, heads: 4, ffn: 160, vocab: 260}"

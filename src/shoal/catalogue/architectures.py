@@ -44,6 +44,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmoe": Architecture(head_norms="all"),
     "deepseek_v2": Architecture(),
     "deepseek_v3": Architecture(),
+    "internlm": Architecture(),
+    # Encoders that have RoBERTa's layers and its head.
+    "camembert": Architecture(family="roberta", tied=True),
+    "xlm-roberta": Architecture(family="roberta", tied=True),
 }
 # A multimodal config whose text model has another type, where it does not say which.
 TEXT_TYPES = {"gemma3": "gemma3_text"}

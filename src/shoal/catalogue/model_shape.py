@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from shoal.catalogue.families import FAMILIES, Family
+from shoal.catalogue.families import FAMILIES
+from shoal.catalogue.family import Family
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,12 @@ class ModelShape:
     rotary_share: float = 1.0  # of each head's channels, the first ones
     rope_scaling: RopeScaling | None = None
     parallel_residual: bool = True  # attention and MLP read the same input, in families that can
+    shared_norm: bool | None = None  # the same norm of it, of which a block has no second; None: as the family
     sliding_window: int | None = None
     sliding_share: float = 1.0  # of the blocks: the others attend to the whole sequence
     initializer_range: float = 0.02
     others: int = 0  # further parameters per block, such as inactive experts
+    outside: int = 0  # and outside blocks, less than 0 if the embedding is narrower than the model
     routed: int = 0  # experts that a token is routed to, each of their share of `ffn`
     latent: LatentAttention | None = None  # in place of the matrices that the heads' sizes imply
     # None if no tokenizer is known yet: building the model takes them from the tokenizer.
@@ -66,6 +69,8 @@ class ModelShape:
             object.__setattr__(self, "model_type", FAMILIES[self.family].model_type)
         if not self.head_size:
             object.__setattr__(self, "head_size", self.hidden // self.heads)
+        if self.shared_norm is None:
+            object.__setattr__(self, "shared_norm", self.traits.shared_norm)
 
     @property
     def is_family(self) -> bool:

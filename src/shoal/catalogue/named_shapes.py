@@ -1,5 +1,6 @@
 """Model shapes of published models, by name. Data only; functions are in `shapes`, families in `families`."""
 
+from shoal.catalogue.earlier_models import EARLIER
 from shoal.catalogue.model_shape import ModelShape
 from shoal.catalogue.series import (
     bert,
@@ -109,4 +110,5 @@ NAMED: dict[str, ModelShape] = {
     "mpt-13b": mpt(5120, 40, 40),
     "mpt-30b": mpt(7168, 48, 56),
     "mpt-70b": mpt(8192, 80, 64),
+    **EARLIER,
 }

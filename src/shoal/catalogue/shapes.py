@@ -71,11 +71,13 @@ def attention_matrices(shape: ModelShape) -> list[tuple[str, int, int]]:
 def block_vectors(shape: ModelShape) -> int:
     """Parameters of one block outside matmuls: biases, norms and others."""
     traits = shape.traits
-    count = 2 * _norm(shape) + shape.others
+    count = (1 if shape.shared_norm else 2) * _norm(shape) + shape.others
     if traits.linear_bias or traits.qkv_bias:
         count += shape.query_width + 2 * shape.kv_width
     if traits.linear_bias:
         count += shape.hidden + shape.ffn + shape.hidden
+    if traits.biased:
+        count += sum(shape.ffn if name in traits.names.mlp[:-1] else shape.hidden for name in traits.biased)
     if traits.head_norms:
         count += 2 * shape.head_size
     if shape.latent is not None:
@@ -86,8 +88,9 @@ def block_vectors(shape: ModelShape) -> int:
 def embedding_parameters(shape: ModelShape) -> int:
     """Parameters before the first block: token embedding, and positions, segments and a norm if the family has them."""
     traits = shape.traits
-    rows = shape.vocab + traits.segments + (shape.positions if traits.learned_positions else 0)
-    return rows * shape.hidden + (_norm(shape) if traits.embedding_norm else 0)
+    rows = shape.vocab + traits.segments
+    rows += shape.positions + traits.spare_positions if traits.learned_positions else 0
+    return rows * shape.hidden + (_norm(shape) if traits.embedding_norm else 0) + shape.outside
 
 
 def head_parameters(shape: ModelShape) -> int:
@@ -95,6 +98,8 @@ def head_parameters(shape: ModelShape) -> int:
     count = 0 if shape.tied else shape.vocab * shape.hidden
     if shape.traits.final_norm:
         count += _norm(shape)
+    if shape.traits.head_bias:
+        count += shape.vocab
     if shape.traits.head_transform:
         # A linear layer, a norm, and a bias per token.
         count += shape.hidden * shape.hidden + shape.hidden + _norm(shape) + shape.vocab

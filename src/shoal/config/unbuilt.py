@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.catalogue.families import BUILDABLE, listed
+from shoal.catalogue.forecast_families import CODE_FROM_HUB
 from shoal.catalogue.shapes import find_shape
 from shoal.config.locate import KeyPath, Origins
 from shoal.config.schema import Config, ShapeConfig
@@ -81,12 +82,11 @@ def find_unbuilt(config: Config) -> Iterator[tuple[KeyPath, str]]:
             f"model.shape.family {named.family} is only forecast: train such a model from a folder or a cached id with "
             f"model.from, or use family {listed(list(BUILDABLE))}.",
         )
-    if isinstance(named, str) and not (shape := find_shape(named)).is_family:
-        yield (
-            ("model", "shape"),
-            f"model.shape {named} is only forecast: train a {shape.model_type} from a folder or a cached id with "
-            "model.from.",
-        )
+    if isinstance(named, str) and not ((shape := find_shape(named)).is_family and shape.traits.buildable):
+        instead = f"train a {shape.model_type} from a folder or a cached id with model.from."
+        if shape.model_type in CODE_FROM_HUB:
+            instead = f"transformers builds a {shape.model_type} only with code from the hub. Choose another model."
+        yield ("model", "shape"), f"model.shape {named} is only forecast: {instead}"
 
 
 def refuse_unbuilt(config: Config, origins: Origins) -> None:

@@ -15,15 +15,15 @@ from shoal.mistakes import UserMistake
 
 def transformers_config(shape: ModelShape, *, encoder: bool = False) -> Any:
     """The config from which transformers builds exactly this shape as a causal language model, or as an encoder."""
-    if not shape.traits.buildable:
-        raise UserMistake(
-            f"Shapes of the family {shape.family} are for the forecast only: `shoal plan` supports them, training does "
-            f"not. Choose a gpt2, neox or llama shape of a similar size."
-        )
     if not shape.is_family:
         raise UserMistake(
             f"Shapes of {shape.model_type} are for the forecast only: train such a model from a folder or a cached id "
             "with model.from, or choose a llama or qwen3 shape of a similar size."
+        )
+    if not shape.traits.buildable:
+        raise UserMistake(
+            f"Shapes of the family {shape.family} are for the forecast only: `shoal plan` supports them, training does "
+            f"not. Choose a gpt2, neox or llama shape of a similar size."
         )
     found = BUILDERS[shape.family](shape)
     if encoder:

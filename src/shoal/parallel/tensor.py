@@ -14,7 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.catalogue.families import Plan, find_plan
+from shoal.catalogue.families import find_plan
+from shoal.catalogue.family import Plan
 from shoal.models.adapters import DOWN, UP
 from shoal.models.anatomy import Anatomy
 from shoal.models.cross_entropy import IGNORED

@@ -9,6 +9,7 @@ reads in the backward pass.
 import math
 
 from shoal.catalogue.architectures import architecture_of
+from shoal.catalogue.model_shape import ModelShape
 from shoal.plan.blocks import Linear, linears
 from shoal.plan.run import Run
 from shoal.plan.states import adapted
@@ -126,6 +127,8 @@ def _norms(run: Run, tokens: float) -> list[Term]:
         # Eager RMSNorm saves an fp32 copy of its input and, if its scale is trained, the normalized input too.
         each = 4.0 + (stream if run.trained.blocks else 0)
     both = 2 * each
+    if shape.shared_norm:
+        both = stream if run.compiled else each
     if shape.traits.post_norm and run.compiled:
         both = _post_norms(run)
     elif run.recomputes_cheap and stream > itemsize and shape.traits.parallel_residual and shape.parallel_residual:
@@ -163,7 +166,7 @@ def _inputs(run: Run, tokens: float) -> list[Term]:
     they are gathered again."""
     shape, itemsize = run.shape, _input_bytes(run)
     read = needed(run)
-    kept = len(read & NORMS)
+    kept = _normed(shape, read)
     joined = linears(shape, joined=run.traits.fused_qkv)
     if run.adapter is None:
         casts = run.traits.casts_per_use or shape.traits.post_norm
@@ -186,12 +189,17 @@ def _peft_inputs(run: Run, tokens: float) -> Term:
     own = [] if dropped_inputs(run) else [one for one in adapted(run) if one.reads != "inner"]
     width = run.adapter_input_bytes * sum(one.local_sizes(run.mesh.tp)[0] for one in own)
     if run.narrow_adapters or run.fuses_adapters:
-        width = run.compute_bytes * len({one.reads for one in own} & NORMS) * run.shape.hidden
+        width = run.compute_bytes * _normed(run.shape, {one.reads for one in own}) * run.shape.hidden
     if saved := quantized_input_bytes(run):
         frozen = [one for one in linears(run.shape) if one.reads in NORMS]
-        shared = len(frozen) if run.layer_bytes > run.compute_bytes else len(NORMS)
+        shared = len(frozen) if run.layer_bytes > run.compute_bytes else _normed(run.shape, NORMS)
         width += saved * shared * run.shape.hidden
     return leaf("linear inputs", tokens * width)
+
+
+def _normed(shape: ModelShape, read: set[str]) -> int:
+    """How many of the tensors that layers read are outputs of norms: one if attention and MLP share it."""
+    return min(len(read & NORMS), 1 if shape.shared_norm else len(NORMS))
 
 
 def _dropped(run: Run, tokens: float) -> list[Term]:
@@ -274,8 +282,10 @@ def _mlp(run: Run, tokens: float) -> list[Term]:
     # Gated: both factors, and their product as the input of the last linear layer; eager also the activation's output.
     fused = run.compiled or run.traits.fused_activation or has_mlp_in_place(run)
     factors = (2 if fused else 3) if shape.traits.gated else 1
+    if shape.traits.saves_activation and inner:
+        factors -= 1
     wide = 0
-    if run.writes_out_gelu:
+    if run.writes_out_gelu and not shape.traits.recomputed_gelu:
         # Beside its input: half of that, its tanh, and one more than that; of these all but the second in fp32 under
         # autocast, on a GPU.
         factors += 3

@@ -63,4 +63,6 @@ def biased_outputs(shape: ModelShape, tp: int) -> float:
     """Elements per token of a block's linear layers that have biases, on a tensor-parallel rank."""
     if shape.traits.linear_bias:
         return sum(one.local_sizes(tp)[1] for one in linears(shape))
+    if shape.traits.biased:
+        return sum(one.local_sizes(tp)[1] for one in linears(shape) if one.name in shape.traits.biased)
     return (shape.query_width + 2 * shape.kv_width) / tp if shape.traits.qkv_bias else 0.0

@@ -209,7 +209,8 @@ def _compiled_kernels(run: Run) -> Seconds:
     rotated = wide * (shape.query_width + shape.kv_width) / tp if shape.traits.rotary else 0.0
     # A residual add fused with the following norm reads both summands, and writes the stream and its norm.
     narrow = hidden if run.traits.liger_kernels else shape.hidden
-    moved = [2 * (hidden + narrow) * shared] * 2 + [2 * rotated, (3 if shape.traits.gated else 2) * inner]
+    sums = [(2 * hidden + 3 * narrow) * shared] if shape.shared_norm else [2 * (hidden + narrow) * shared] * 2
+    moved = [*sums, 2 * rotated, (3 if shape.traits.gated else 2) * inner]
     if run.traits.fused_by_hand:
         # The sums of the residual stream are read once more by the norms, and queries copied.
         moved.append(2 * hidden * shared + 2 * shape.query_width / tp)
@@ -236,7 +237,9 @@ def _written_out_gelu(run: Run) -> Seconds:
     """The kernels of a GELU that is not one."""
     if not (run.writes_out_gelu or run.writes_out_erf):
         return Seconds(0.0, 0.0)
-    ahead, back = AUTOCAST_GELU_TRAFFIC if run.in_autocast else GELU_TRAFFIC
+    # Autocast computes a power in fp32, which code that recomputes it writes as products.
+    powers = run.in_autocast and not run.shape.traits.recomputed_gelu
+    ahead, back = AUTOCAST_GELU_TRAFFIC if powers else GELU_TRAFFIC
     if not run.writes_out_gelu:
         ahead, back = ERF_GELU_TRAFFIC
     rate = eager_bandwidth(run, streams=True) * 2 / run.compute_bytes

@@ -143,7 +143,10 @@ def _norms(run: Run) -> tuple[list[Kernel], list[Kernel]]:
     fused = not (run.traits.unfused_norms and shape.traits.rms_norm)
     # Without sequence parallelism every tensor-parallel rank computes the norms of all tokens.
     ahead, behind = _norm(
-        2 * shape.hidden * run.stream_tokens / run.tokens, run.residual_bytes, fused=fused, trained=trained
+        (1 if shape.shared_norm else 2) * shape.hidden * run.stream_tokens / run.tokens,
+        run.residual_bytes,
+        fused=fused,
+        trained=trained,
     )
     if has_head_norms(run):
         heads = (shape.query_width + shape.kv_width) / run.mesh.tp

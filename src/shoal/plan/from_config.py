@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from math import ceil
 
-from shoal.catalogue.attention import AMPERE, Attention, Heads, Path, choose_attention_path
+from shoal.catalogue.attention import AMPERE, SHORTER, Attention, Heads, Path, choose_attention_path
 from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.shapes import ModelShape
@@ -141,6 +141,9 @@ def is_compiled(config: Config, machine: Machine) -> bool:
 def plan_attention(config: Config, shape: ModelShape, machine: Machine) -> Attention:
     """How attention is computed, as `parallel.apply` selects it."""
     wanted = config.model.attention
+    if shape.model_type == "falcon" and shape.kv_heads == 1:
+        because = "transformers' falcon gives SDPA one head of keys for all queries, which no fused kernel supports"
+        return Attention("scores", because, SHORTER)
     heads = Heads(
         4 if config.train.precision == "32-true" else 2,
         shape.head_size,

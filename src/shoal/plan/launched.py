@@ -34,8 +34,8 @@ def block_operations(run: Run) -> float:
     """Operations of a block, forward and backward."""
     shape, traits = run.shape, run.shape.traits
     layers = len(linears(shape, joined=run.traits.fused_qkv))
-    biases = layers if traits.linear_bias else 3 * traits.qkv_bias
-    norms = architecture_of(shape.model_type).norms + 2 * has_head_norms(run)
+    biases = layers if traits.linear_bias else 3 * traits.qkv_bias + len(traits.biased)
+    norms = architecture_of(shape.model_type).norms - bool(shape.shared_norm) + 2 * has_head_norms(run)
     written_out = traits.rms_norm and run.traits.unfused_norms
     found = LINEAR * layers + BIAS * biases + norms * (WRITTEN_OUT_NORM if written_out else NORM) + OTHERS
     if traits.rotary:

@@ -5,16 +5,17 @@ Reads only that file and does not import transformers, so that the forecast stay
 
 import json
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shoal.catalogue.architectures import ARCHITECTURES, TEXT_TYPES, Architecture, parts
-from shoal.catalogue.causal_models import ALWAYS_ENCODERS, ENCODERS
+from shoal.catalogue.causal_models import ALWAYS_ENCODERS, ENCODERS, PACKED, UNPACKED
 from shoal.catalogue.families import ATTENTION_DROPOUT, BY_MODEL_TYPE, FAMILIES, HIDDEN_DROPOUT
+from shoal.catalogue.hub_names import name_of, plain
 from shoal.catalogue.shapes import NAMED, ModelShape, find_shape, grown_vocabulary
+from shoal.catalogue.variants import as_configured
 from shoal.config.schema import ModelConfig
 from shoal.config.schema_base import MOST_IN_SIZE, MOST_LAYERS
 from shoal.mistakes import UserMistake, suggestion
@@ -22,12 +23,15 @@ from shoal.paths import user_path
 
 # Names of the same size in different configs.
 _NAMES = {
-    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
-    "layers": ("num_hidden_layers", "n_layer", "n_layers"),
-    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "hidden": ("hidden_size", "n_embd", "n_embed", "d_model", "dim"),
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "vocab": ("vocab_size",),
 }
-FFN_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "hidden_dim")
+FFN_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "hidden_dim", "ffn_hidden_size")
+POSITIONS_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
+# Types that also are decoders alone, which is what is trained of them.
+CAUSAL = PACKED.union(*UNPACKED.values())
 SLIDING = "sliding_attention"  # in `layer_types`
 
 
@@ -71,6 +75,11 @@ def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json"
     """The shape that a transformers config, as a mapping, describes."""
     settings = text_settings(settings)
     kind = _model_type(settings)
+    if settings.get("is_encoder_decoder") and kind not in CAUSAL:
+        raise UserMistake(
+            f"{source}: a {kind} has an encoder and a decoder, and models of both are neither trained nor forecast; "
+            "use a decoder or an encoder, such as model.shape llama3.2-1b or bert-base."
+        )
     sizes: dict[str, int] = {}
     for name, spellings in _NAMES.items():
         key = next((each for each in spellings if settings.get(each) is not None), None)
@@ -84,9 +93,7 @@ def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json"
     known = ARCHITECTURES.get(kind)
     family = known.family if known else BY_MODEL_TYPE.get(kind, usual)
     ffn = next((settings[one] for one in FFN_NAMES if settings.get(one)), 4 * hidden)
-    positions = next(
-        (settings[one] for one in ("max_position_embeddings", "n_positions", "max_seq_len") if settings.get(one)), 2048
-    )
+    positions = next((settings[one] for one in POSITIONS_NAMES if settings.get(one)), 2048)
     values = {"intermediate_size": ffn, "max_position_embeddings": positions}
     values |= {key: settings.get(key) or 0 for key in ("num_key_value_heads", "head_dim", "sliding_window")}
     for key, value in values.items():
@@ -95,7 +102,8 @@ def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json"
         _count(source, key, value, 0, MOST_IN_SIZE)
     if hidden % heads and not (settings.get("head_dim") or settings.get("kv_lora_rank")):
         raise UserMistake(f"{source}: hidden size {hidden} is not divisible by {heads} heads.")
-    keys = int(settings.get("num_key_value_heads") or heads)
+    ungrouped = _is_known(kind) and not FAMILIES[family].grouped  # whatever its config says
+    keys = heads if ungrouped else int(settings.get("num_key_value_heads") or heads)
     if heads % keys:
         raise UserMistake(f"{source}: {heads} attention heads are not a multiple of {keys} key-value heads.")
     window = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
@@ -117,7 +125,7 @@ def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json"
         raise UserMistake(
             f"{source} does not state the sizes of its experts or of its attention as integers."
         ) from None
-    return ModelShape(
+    shape = ModelShape(
         family=family,
         hidden=hidden,
         layers=sizes["layers"],
@@ -135,6 +143,10 @@ def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json"
         sliding_share=sliding or 1.0,
         model_type=kind,
     )
+    try:
+        return as_configured(shape, settings)
+    except (TypeError, ValueError):
+        raise UserMistake(f"{source} does not state the sizes of a {kind} as integers.") from None
 
 
 def _ties(kind: str, family: str) -> bool:
@@ -147,7 +159,12 @@ def unknown_architecture(model: ModelConfig) -> str | None:
     if model.shape is not None or model.from_ is None or (folder := _folder(model.from_)) is None:
         return None
     kind = _model_type(text_settings(_read(folder)))
-    return None if kind in BY_MODEL_TYPE or kind in ARCHITECTURES else kind or "without a model_type"
+    return None if _is_known(kind) else kind or "without a model_type"
+
+
+def _is_known(kind: str) -> bool:
+    """Whether the forecast knows the architecture of a type."""
+    return kind in BY_MODEL_TYPE or kind in ARCHITECTURES
 
 
 def _model_type(settings: Mapping[str, Any]) -> str:
@@ -171,22 +188,13 @@ def _from_name(name: str) -> ModelShape:
     folder = _folder(name)
     if folder is not None:
         return shape_from_settings(_read(folder), str(folder / "config.json"))
-    known = {_plain(shape): shape for shape in NAMED}
-    if "/" in name and _plain(name) in known:
-        return NAMED[known[_plain(name)]]
+    known = name_of(name)
+    if known is not None:
+        return NAMED[known]
     raise UserMistake(
         f"{name} is neither a folder with a config.json nor in the local Hugging Face cache, so its size is unknown."
-        f"{suggestion(_plain(name), NAMED)} Use model.shape=NAME with one of {', '.join(NAMED)}."
+        f"{suggestion(plain(name), NAMED)} Use model.shape=NAME with one of {', '.join(NAMED)}."
     )
-
-
-def _plain(name: str) -> str:
-    """A Hub name as in the catalogue: `meta-llama/Llama-2-7b-hf` is llama2-7b."""
-    last = name.rsplit("/", 1)[-1].lower()
-    last = re.sub(r"^meta-", "", last)
-    last = re.sub(r"-(hf|base|instruct|chat|chat-hf|v0\.\d|it|pt|sft|dpo|2507)$", "", last)
-    last = re.sub(r"-(instruct|4k|8k|128k|0425|1124|0325)\b", "", last)
-    return re.sub(r"^(llama|qwen|gemma|phi|olmo)-(\d)", r"\1\2", last)
 
 
 def _folder(name: str) -> Path | None:

@@ -241,7 +241,7 @@ class Run:
     def upcasts_softmax(self) -> bool:
         """Whether the model code computes the softmax of materialized scores in fp32 and casts it back, as transformers
         does in families with rotary embeddings, and OPT's in fp16; GPT-2's and BERT's leave it to autocast."""
-        upcasts = self.shape.traits.rotary or self.clamps_scores
+        upcasts = self.shape.traits.rotary or self.shape.traits.upcasts_softmax or self.clamps_scores
         return upcasts and self.traits.fused_softmax != "always" and self.attention_bytes < 4
 
     @property
@@ -276,7 +276,8 @@ class Run:
     @property
     def writes_out_erf(self) -> bool:
         """Whether GELU is several elementwise kernels by its definition, as the system has it."""
-        return self.traits.erf_gelu and not self.compiled and not self.shape.traits.gated
+        written_out = self.traits.erf_gelu or (self.shape.traits.unfused_erf and not self.traits.fused_activation)
+        return written_out and not self.compiled and not self.shape.traits.gated
 
     @property
     def repeats_forward(self) -> bool:

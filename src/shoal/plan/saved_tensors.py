@@ -19,14 +19,15 @@ def kept_tensors(run: Run) -> dict[str, list[float]]:
     """Bytes of the tensors that a block saves, by the part of it that saves them."""
     found: dict[str, list[float]] = {part: [] for part in PARTS}
     width = run.tokens * run.shape.hidden
+    norms = ("norm",) if run.shape.shared_norm else ("norm", "second norm")
     for term in block_kept(run).parts:
         amount = term.amount
         if term.name == "norm inputs":
-            for part in ("norm", "second norm"):
-                found[part] += _divided(amount / 2, width * 4.0)
+            for part in norms:
+                found[part] += _divided(amount / len(norms), width * 4.0)
         elif term.name == "linear inputs":
             sizes = _divided(amount, float(width * run.compute_bytes))
-            half = -(-len(sizes) // 2)
+            half = -(-len(sizes) // len(norms))
             found["norm"] += sizes[:half]
             found["second norm"] += sizes[half:]
         elif term.name == "MLP intermediates":
