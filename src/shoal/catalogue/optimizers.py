@@ -24,6 +24,7 @@ class Optimizer:
     elsewhere: str | None = None
     smaller: str | None = None  # the same optimizer with smaller state
     factored: bool = False  # of a matrix it has a row and a column of state
+    normalizes: bool = False  # it scales the update of a tensor by its norm and that of the weights
     built: bool = True  # false: only forecast
     aliases: tuple[str, ...] = ()  # what other tools call it
 
@@ -65,7 +66,7 @@ OPTIMIZERS = {
             own_kernel=True,
             streams=True,
             smaller="adamw8bit",
-            aliases=("adamw_torch", "adamw_torch_fused"),
+            aliases=("adam", "adamw_torch", "adamw_torch_fused"),
         ),
         Optimizer(
             "adamw8bit",
@@ -78,6 +79,7 @@ OPTIMIZERS = {
         ),
         Optimizer("lion", state_tensors=1, options=("betas",), own_kernel=True, streams=True),
         Optimizer("sgd", state_tensors=1, options=("momentum",), state_option="momentum"),
+        Optimizer("lamb", state_tensors=2, options=("betas", "eps"), normalizes=True, built=False),
         Optimizer("adafactor", state_tensors=0, options=(), factored=True, built=False),
         # Its betas and eps are those of AdamW, elsewhere.
         Optimizer("muon", state_tensors=1, options=("betas", "eps", "momentum"), elsewhere="adamw"),

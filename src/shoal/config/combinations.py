@@ -32,6 +32,7 @@ def find_combinations(config: Config, *, planned: bool = False) -> Iterator[Find
     lacks."""
     if not planned:
         yield from find_sharded_scores(config)
+        yield from _labels(config)
     yield from _sharding(config)
     yield from _parallelism(config)
     yield from find_unsupported(config)
@@ -145,6 +146,15 @@ def _data(config: Config) -> Iterator[Finding]:
         )
 
 
+def _labels(config: Config) -> Iterator[Finding]:
+    """What a forecast does not need of a classifier."""
+    if objective_facts(config.train.objective).classes and config.data.label is None:
+        yield (
+            "train.objective",
+            "train.objective classify needs data.label, the field of the records that names the class of an example.",
+        )
+
+
 def _encoder(config: Config) -> Iterator[Finding]:
     """What the objectives of encoders need, and what they do not have."""
     train, data, parallel = config.train, config.data, config.parallel
@@ -162,11 +172,6 @@ def _encoder(config: Config) -> Iterator[Finding]:
             f"model.shape is a {family}, an encoder, in which every token would attend to its own label; use "
             "train.objective masked_lm or classify, or family "
             f"{listed([name for name in BUILDABLE if FAMILIES[name].causal])}.",
-        )
-    if facts.classes and data.label is None:
-        yield (
-            "train.objective",
-            "train.objective classify needs data.label, the field of the records that names the class of an example.",
         )
     if not facts.encoder:
         return

@@ -277,7 +277,7 @@ WORDS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "adapter.quantize",
-        "takes nf4 or nf4-dq, with adapter.kind qlora",
+        "takes nf4 or nf4-dq, with adapter.kind qlora; int8 and fp4 in shoal plan alone",
         "load_in_4bit load_in_8bit quantize quantization quantization_bit quantization_config bnb_4bit_quant_type",
     ),
     ("adapter.dora", "takes true or false", "use_dora peft_use_dora lora_use_dora"),
@@ -375,6 +375,12 @@ WORDS: tuple[tuple[str, str, str], ...] = (
         "sequence_parallel_size cp_size cp_degree",
     ),
     ("parallel.cp_method", "takes gather or ulysses", "context_parallel_rotate_method"),
+    (
+        "parallel.strategy",
+        "fsdp shards the experts of a mixture; expert parallelism is neither built nor forecast",
+        "ep ep_size ep_degree expert_parallel expert_parallel_size expert_parallel_degree "
+        "expert_model_parallel_size",
+    ),
 )
 
 FOREIGN_KEYS: dict[str, OurKey] = {name: OurKey(key, says) for key, says, names in WORDS for name in names.split()}

@@ -28,8 +28,8 @@ Attention = Annotated[
     ),
 ]
 Quantization = Annotated[
-    Literal["nf4", "nf4-dq", "bnb.nf4", "bnb.nf4-dq"],
-    spelled(("nf4", "nf4-dq", "bnb.nf4", "bnb.nf4-dq")),
+    Literal["nf4", "nf4-dq", "bnb.nf4", "bnb.nf4-dq", "fp4", "fp4-dq", "int8"],
+    spelled(("nf4", "nf4-dq", "bnb.nf4", "bnb.nf4-dq", "fp4", "fp4-dq", "int8")),
 ]
 _DESCRIBED = [f"{name} ({models})" if (models := FAMILIES[name].models) else name for name in BUILDABLE]
 
@@ -145,7 +145,7 @@ class AdapterConfig(Block):
     quantize: Quantization = Field(
         "nf4",
         description="Data type of qlora's frozen weights; -dq: with double quantization; bnb: with bitsandbytes' "
-        "kernels.",
+        "kernels; int8: bitsandbytes' 8-bit layers.",
     )
     dora: bool = Field(False, description="Also train the magnitude of each weight column (DoRA).")
     rslora: bool = Field(False, description="Divide alpha by the square root of the rank (rsLoRA).")

@@ -23,10 +23,11 @@ from shoal.config.schema_base import (
 )
 
 Precision = Annotated[
-    Literal["auto", "bf16-mixed", "bf16-true", "16-mixed", "32-true", "fp8"],
+    Literal["auto", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "32-true", "fp8"],
     spelled(
-        ("auto", "bf16-mixed", "bf16-true", "16-mixed", "32-true", "fp8"),
+        ("auto", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "32-true", "fp8"),
         {
+            "fp16-true": "16-true",
             "bf16": "bf16-mixed",
             "16": "16-mixed",
             "fp16": "16-mixed",
@@ -51,7 +52,7 @@ ScheduleName = Annotated[
 ]
 # A type checker needs the literals; a test compares them with the table.
 OptimizerName = Annotated[
-    Literal["adamw", "adamw8bit", "lion", "sgd", "adafactor", "muon"],
+    Literal["adamw", "adamw8bit", "lion", "sgd", "lamb", "adafactor", "muon"],
     spelled(tuple(OPTIMIZERS), ALIASES),
 ]
 
@@ -111,6 +112,15 @@ class OptimizerConfig(Block):
         description="How updated weights are rounded to bf16 with precision bf16-true; stochastic: up or down at "
         "random, so that updates smaller than the spacing of bf16 values are not lost.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _paged_is_a_key(cls, values: Any) -> Any:
+        name = str(values.get("name", "")) if isinstance(values, dict) else ""
+        if name.startswith("paged_"):
+            plain = ALIASES.get(name.removeprefix("paged_").replace("32bit", "torch"), "adamw")
+            raise contradiction(f"name is {name}; write name: {plain} and paged: true.", "name")
+        return values
 
 
 class RecomputeConfig(Block):

@@ -45,6 +45,8 @@ GRAPH_LOGIT_TRAFFIC, RETURNED_LOGIT_TRAFFIC = 8, 10
 # Adafactor's update has the size of the gradient and is computed in about this many reads and writes of fp32: its
 # square, two means, their outer product, the quotient, its norm, the clipped and scaled update.
 FACTORED_PASSES = 14
+# LAMB writes its update, reads it and the weights for their norms, and reads both again (multi_tensor_lamb.cu in Apex).
+NORMALIZED_PASSES = 5
 # The same of torch's foreach AdamW, one kernel for each operation: decay 2, the first moment 3, the second 2 + 3, its
 # root 2, divided 2, with epsilon 2, and the update 4 (_multi_tensor_adam in torch/optim/adam.py).
 FOREACH_PASSES = 20
@@ -313,6 +315,8 @@ def optimizer_seconds(run: Run, parameters: float) -> float:
         moved = FOREACH_PASSES * weight
     if optimizer.factored:
         moved += FACTORED_PASSES * 4
+    if optimizer.normalizes:
+        moved += NORMALIZED_PASSES * 4
     if run.clips:
         # The norm reads gradients once; a separate clipping kernel reads and writes them again.
         moved += gradient if run.traits.fused_step else 3 * gradient

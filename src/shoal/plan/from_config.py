@@ -27,6 +27,9 @@ from shoal.plan.traits import SystemTraits
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 # PowerSGD communicates two low-rank factors instead of a gradient: a small share for large matrices.
 POWERSGD_BYTES = 1
+# Layers of types that are forecast as Llamas and join what is apart there.
+JOINING = ("phi3",)
+JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 KEPT_SIZES = 32  # models/cross_entropy.py
 
 
@@ -232,7 +235,7 @@ def read_adapter(config: Config, shape: ModelShape) -> Adapter | None:
     if wanted.kind == "none":
         return None
     targets = tuple(one.name for one in linears(shape) if is_adapted(wanted, one.name, shape))
-    quantize = None if wanted.kind != "qlora" else "nf4"
+    quantize = wanted.quantize.removeprefix("bnb.").removesuffix("-dq") if wanted.kind == "qlora" else None
     return Adapter(
         wanted.rank,
         targets,
@@ -251,6 +254,8 @@ def is_adapted(adapter: AdapterConfig, linear: str, shape: ModelShape) -> bool:
 def selects(target: str, linear: str, shape: ModelShape) -> bool:
     """Whether an entry of `adapter.targets` selects a linear layer of the blocks, as in `models.adapters`."""
     name = shape.traits.names.weight(linear, 0).removesuffix(".weight")
+    if linear in JOINED.get(target, ()) and shape.model_type in JOINING:
+        return True
     return name == target or name.endswith(f".{target}") or linear == target or fnmatch(name, target)
 
 

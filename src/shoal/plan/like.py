@@ -55,7 +55,9 @@ def read_like(system: str, traits: Sequence[str] = ()) -> Like:
 def _read_trait(given: str) -> tuple[str, Any]:
     name, equals, text = given.partition("=")
     kinds = get_type_hints(SystemTraits)
-    if not equals or name not in kinds:
+    if not equals and name in kinds:
+        raise UserMistake(f"--trait {given} has no value. It may be {given}={', '.join(values_of(name))}.")
+    if name not in kinds:
         raise UserMistake(
             f"--trait {given}: no trait is called {name}.{suggestion(name, kinds)} docs/traits.md has their "
             "names; write NAME=VALUE."

@@ -115,6 +115,8 @@ def make_plan(config: Config, *, system: str = "shoal", traits: Sequence[str] = 
     shape, machine = read_shape(config.model), read_machine(config.hardware)
     config, defaults = _with_defaults(config, like.defaults, machine)
     config, other = with_global_batch(config, machine.world_size), like.traits(machine.gpu, shape.model_type)
+    if config.train.precision == "16-true":  # as large and as fast as bf16, but for what is computed in fp32
+        config, other = changed(config, {"train.precision": "bf16-true"}), replace(other, half=True)
     if other.unties_head:
         shape = replace(shape, tied=False)
     question = Question(config, shape, machine, other)
@@ -227,6 +229,7 @@ def speed_of(choice: ResolvedRun) -> dict[str, Any]:
         "tokens_per_second_per_gpu": round(each, 1 if each > 100 else 3),
         "tokens_per_second": round(each * speed.world_size, 1),
         "mfu": round(speed.mfu, 4),
+        "tflops_per_gpu": round(speed.flops_per_second_per_gpu / 1e12, 1),
         "step_seconds": round(speed.step_seconds, 6),
         "terms": speed.step.as_dict(1.0, 6),
     }

@@ -45,8 +45,12 @@ class Speed:
         return self.tokens_per_step / self.step_seconds / self.world_size
 
     @property
+    def flops_per_second_per_gpu(self) -> float:
+        return self.tokens_per_second_per_gpu * self.flops_per_token
+
+    @property
     def mfu(self) -> float:
-        return self.tokens_per_second_per_gpu * self.flops_per_token / self.peak
+        return self.flops_per_second_per_gpu / self.peak
 
 
 def flops_per_token(run: Run) -> float:
