@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 
 from plan_accuracy import TRAITS, read_rows
 from plan_accuracy import compare as compare_known
+from plan_named import named_figures
 from plan_published import FOLDER, ROOT, Figure, Published, compare, errors, read_measured, read_published
 from sweeps.forecast import compare as compare_sweep
 from sweeps.report import read_records
@@ -170,6 +171,7 @@ def groups(unseen: list[Figure]) -> list[tuple[str, list[Figure]]]:
         ("– of these, steps that hardly wait for their host", [one for one in drawn if _hardly_waits(one)]),
         ("other sources", unseen),
         ("– new sources", new),
+        ("– new sources, by name and month alone", named_figures()[0]),
         ("– llm-foundry and torchtitan, each left out", again),
         *(
             (f"– {kind}{' training' if kind == 'full' else ''}", [one for one in unseen if one.row.kind == kind])

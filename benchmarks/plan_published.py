@@ -3,8 +3,9 @@
 python benchmarks/plan_published.py [--held-out] [--source NAME]
 
 The rows are `plan/published/rows.jsonl`, their sources `sources.json`, and models that the catalogue does not have
-`models.json`. Some sources are held out: no constant and no trait may be chosen with them in view, and their error is
-computed only with `--held-out`. The systems' traits are in `nearest/`.
+`models.json`. A row whose system is NAME@YEAR-MONTH is forecast as the command would with `--like` (and `--trait`, for
+its traits); the systems of the others are in `nearest/`. Some sources are held out: no constant and no trait may be
+chosen with them in view, and their error is computed only with `--held-out`.
 """
 
 import argparse
@@ -19,11 +20,13 @@ from typing import Any
 
 from nearest import NEAREST
 from plan_accuracy import TRAITS
+from published_config import asked
 
 from shoal.catalogue.gpus import GPUS, LINKS, Link
 from shoal.catalogue.optimizers import OPTIMIZERS
 from shoal.catalogue.shapes import NAMED, ModelShape, block_matrices
 from shoal.config.mesh import Mesh
+from shoal.mistakes import UserMistake
 from shoal.plan.machine import usual_network
 from shoal.plan.memory import forecast_memory
 from shoal.plan.run import FROZEN, Adapter, Run, Trained
@@ -81,7 +84,7 @@ RECOMPUTE = {"none", "cheap", "selective", "full", "offload", "offload-all", "pa
 # Keys that say where a figure comes from, or that `_run` reads.
 OTHERS = {
     *("source", "system", "model", "gpu", "gpus", "per_node", "mesh", "sequence", "accum", "adapter", "network"),
-    "link",
+    *("link", "traits"),
     *("memory", "tokens_per_second_per_gpu", "unknown", "date"),
     *("not_counted", "memory_not_counted"),
 }
@@ -155,7 +158,12 @@ def read_row(line: dict[str, Any], models: dict[str, Any]) -> Published:
     kind = "full" if adapter is None else "QLoRA" if adapter.get("quantize") else "LoRA"
     unsaid = [key for key in line if key not in SETTINGS | OTHERS]
     run: Run | None = None
-    if line["gpu"] not in GPUS:
+    if "@" in line["system"]:
+        try:
+            run, unsaid = asked(line, models, line["system"]), []
+        except UserMistake as mistake:
+            unsaid = [str(mistake)]
+    elif line["gpu"] not in GPUS:
         unsaid.append(line["gpu"])
     elif line.get("optimizer", "adamw") not in OPTIMIZERS:
         unsaid.append(line["optimizer"])

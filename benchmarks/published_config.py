@@ -5,10 +5,14 @@ What a config cannot say is left out: a row that needs it has no config.
 
 from typing import Any
 
+from shoal import api
 from shoal.catalogue.families import FAMILIES, Family
 from shoal.catalogue.shapes import NAMED
+from shoal.mistakes import UserMistake
+from shoal.plan.like import shown_value
+from shoal.plan.run import Run
 
-QUANTIZE = {None: "lora", "nf4": "qlora"}
+QUANTIZE = {None: "lora", "nf4": "qlora", "fp4": "qlora", "int8": "qlora"}
 # Keys of a row whose value goes to a key of the config as it is.
 SAME = {
     "paged_optimizer": "train.optimizer.paged",
@@ -38,7 +42,29 @@ READ = {
     ),
     *("dropout", "attention_dropout", "attention", "clips", "momentum", "varied_lengths", "date", "unknown", "memory"),
     *("tokens_per_second_per_gpu", "not_counted", "memory_not_counted", "optimizer", "head_share", "classifier"),
+    "traits",
 }
+
+
+def asked(line: dict[str, Any], models: dict[str, Any], system: str) -> Run:
+    """The run that the command forecasts for a row with `--like SYSTEM`; a UserMistake if it cannot be asked."""
+    values = config_of(line, models)
+    if values is None:
+        raise UserMistake("A config cannot say what this run does.")
+    traits = [f"{name}={shown_value(value)}" for name, value in line.get("traits", {}).items()]
+    return api.plan(_nested(values), system=system, traits=traits).choice.run
+
+
+def _nested(values: dict[str, Any]) -> dict[str, Any]:
+    """Values by dotted key as blocks of a config."""
+    mapping: dict[str, Any] = {}
+    for key, value in values.items():
+        *blocks, last = key.split(".")
+        inner = mapping
+        for block in blocks:
+            inner = inner.setdefault(block, {})
+        inner[last] = value
+    return mapping
 
 
 def config_of(line: dict[str, Any], models: dict[str, Any]) -> dict[str, Any] | None:
@@ -73,7 +99,7 @@ def config_of(line: dict[str, Any], models: dict[str, Any]) -> dict[str, Any] | 
         found |= {"parallel.sharding": "hybrid_shard", "parallel.replicate": mesh["dp_replicate"]}
     for name in ("network", "link"):
         if name in line:
-            found[f"hardware.{name}"] = line[name]
+            found[f"hardware.{name}"] = _described(line[name])
     if line.get("attention") == "scores":
         found["model.attention"] = "eager"
     if line.get("dropout") or line.get("attention_dropout"):
@@ -94,8 +120,8 @@ def config_of(line: dict[str, Any], models: dict[str, Any]) -> dict[str, Any] | 
             "adapter.dropout": 0.05 if adapter.get("dropout") else 0.0,
             "adapter.dora": adapter.get("dora", False),
         }
-        if adapter.get("double_quantized"):
-            found["adapter.quantize"] = "nf4-dq"
+        if adapter.get("quantize"):
+            found["adapter.quantize"] = adapter["quantize"] + ("-dq" if adapter.get("double_quantized") else "")
     return found
 
 
@@ -114,6 +140,13 @@ def _objective(line: dict[str, Any]) -> dict[str, Any]:
     if share * line["sequence"] <= CLASSIFIED:
         return {"train.objective": "classify", "data.label": "label", "data.pack": False}
     return {}
+
+
+def _described(link: Any) -> Any:
+    """A link by its name, or as fast as the source says; over TCP with the latency of Ethernet."""
+    if not isinstance(link, dict) or not link.get("tcp"):
+        return link
+    return {"gb_per_second": link["gb_per_second"], "latency_us": 50}
 
 
 def shape_traits(shape: str | dict[str, Any]) -> Family:

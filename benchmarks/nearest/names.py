@@ -71,8 +71,14 @@ BEGINNINGS = {
 }
 
 
-def name_of(system: str) -> str:
+# Where rows of a system are described by another one's.
+OF_SOURCES = {("llama-factory-wiki", "huggingface-2024-03"): "llama-factory"}
+
+
+def name_of(system: str, source: str = "") -> str:
     """The system that one would ask `--like` for; a loop by hand is `pytorch`."""
+    if (source, system) in OF_SOURCES:
+        return OF_SOURCES[source, system]
     if system in NAMES:
         return system
     return next((name for beginning, name in BEGINNINGS.items() if system.startswith(beginning)), "pytorch")
