@@ -9,6 +9,7 @@ command says less: the name that `--like` has for it, and the month. Runs that a
 import argparse
 import json
 from collections import Counter
+from functools import cache
 
 from nearest.names import name_of
 from plan_published import FOLDER, Figure, Published, compare, print_errors, read_row, rows_of, year_and_month
@@ -17,6 +18,7 @@ from published_config import asked
 from shoal.mistakes import UserMistake
 
 
+@cache
 def named_figures() -> tuple[list[Figure], Counter[str]]:
     """The figures of the runs that the command can be asked for, and why it could not be asked for the others."""
     models = json.loads((FOLDER / "models.json").read_text())
@@ -28,9 +30,8 @@ def named_figures() -> tuple[list[Figure], Counter[str]]:
             continue
         try:
             year, month = year_and_month(line)
-            rows.append(
-                row.with_run(asked(line, models, f"{name_of(line['system'], line['source'])}@{year}-{month:02}"))
-            )
+            system = f"{name_of(line['system'], line['source'])}@{year}-{month:02}"
+            rows.append(row.with_run(asked(line, models, system)))
         except UserMistake as mistake:
             refused[str(mistake).splitlines()[0]] += 1
     return compare(rows), refused
@@ -42,8 +43,9 @@ def main() -> None:
     print_errors("all", figures)
     for kind in ("full", "LoRA", "QLoRA"):
         print_errors(kind, [one for one in figures if one.row.kind == kind])
-    for name in sorted({name_of(one.row.label.split(" ")[0]) for one in figures}):
-        print_errors(name, [one for one in figures if name_of(one.row.label.split(" ")[0]) == name])
+    named = [(name_of(one.row.label.split(" ")[0], one.row.source), one) for one in figures]
+    for name in sorted({name for name, _ in named}):
+        print_errors(name, [one for other, one in named if other == name])
     for sentence, number in refused.most_common():
         print(f"{number} runs: {sentence}")
 
