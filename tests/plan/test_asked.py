@@ -20,8 +20,8 @@ def tokens(plan: Plan) -> float:
 
 
 def test_a_block_of_megatron_saves_what_its_paper_says() -> None:
-    """34·s·b·h/t bytes with sequence parallelism and without the scores, s·b·h·(10 + 24/t) without it: arXiv 2205.05198,
-    table 2."""
+    """34·s·b·h/t bytes with sequence parallelism and without the scores, s·b·h·(10 + 24/t) without it: table 2 of
+    arXiv 2205.05198."""
     sharded, whole = (
         asked(
             "megatron@2022-05",
@@ -83,7 +83,7 @@ def test_lamb_reads_weights_and_updates_for_their_norms() -> None:
 def test_a_base_of_8_bits_and_weights_of_fp16_can_be_forecast_and_not_trained() -> None:
     adapted = ("model.shape=llama2-7b", "hardware.gpu=a100-40gb", "adapter=qlora", "hardware.devices=1")
     four, eight = (asked("huggingface", *adapted, f"adapter.quantize={one}").choice.memory for one in ("nf4", "int8"))
-    assert 2 < (eight.allocated - four.allocated) / 2**30
+    assert (eight.allocated - four.allocated) / 2**30 > 2
     half = asked("huggingface", "model.shape=llama2-7b", "hardware.gpu=t4", "adapter=lora", "train.precision=fp16-true")
     assert half.choice.run.is_half
     for refused in ("adapter.quantize=int8", "train.precision=16-true", "train.optimizer.name=lamb"):
@@ -98,7 +98,7 @@ def test_options_of_others_are_answered_with_ours() -> None:
     ):
         with pytest.raises(UserMistake, match=answer):
             asked("huggingface", "model.shape=llama2-7b", given)
-    with pytest.raises(UserMistake, match="--trait half has no value. It may be half=true, false"):
+    with pytest.raises(UserMistake, match="--trait half has no value"):
         asked("huggingface", "model.shape=llama2-7b", traits=("half",))
 
 

@@ -88,7 +88,8 @@ METRICS = {name: metric for _, metrics in GROUPS.values() for name, metric in me
 MEANINGS = {
     "fits": "`bool`: whether it fits; the status is 3 if it does not.",
     "memory": "`allocated_gib`, `reserved_gib`, and `terms`: the tree of named amounts, in GiB.",
-    "speed": "`tokens_per_second_per_gpu`, `step_seconds`, `mfu`, `tflops_per_gpu`, `steps`, `seconds_to_finish`, `gpu_hours`, `cost`.",
+    "speed": "`tokens_per_second_per_gpu`, `step_seconds`, `mfu`, `tflops_per_gpu`, `steps`, `seconds_to_finish`, "
+    "`gpu_hours`, `cost`.",
     "chosen": "Strategy, mesh, micro-batch, accumulation steps and activation checkpointing, each without `auto`.",
     "alternatives": "The other strategies on the same devices, each with memory and speed.",
     "limits": "`largest_micro_batch`, `longest_sequence`, `fewest_gpus`.",
