@@ -378,8 +378,7 @@ WORDS: tuple[tuple[str, str, str], ...] = (
     (
         "parallel.strategy",
         "fsdp shards the experts of a mixture; expert parallelism is neither built nor forecast",
-        "ep ep_size ep_degree expert_parallel expert_parallel_size expert_parallel_degree "
-        "expert_model_parallel_size",
+        "ep ep_size ep_degree expert_parallel expert_parallel_size expert_parallel_degree expert_model_parallel_size",
     ),
 )
 
