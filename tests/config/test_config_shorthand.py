@@ -156,7 +156,7 @@ def test_the_json_schema_shows_both_forms() -> None:
     schema = json.loads(json.dumps(json_schema()))
     train = schema["$defs"]["TrainConfig"]["properties"]
     words, block = train["optimizer"]["anyOf"]
-    assert words == {"type": "string", "enum": ["adamw", "adamw8bit", "lion", "sgd", "adafactor", "muon"]}
+    assert words == {"type": "string", "enum": ["adamw", "adamw8bit", "lion", "sgd", "lamb", "adafactor", "muon"]}
     assert block == {"$ref": "#/$defs/OptimizerConfig"}
     for key in (*(schema["properties"][name] for name in ("model", "adapter", "data")), train["schedule"]):
         text, block = key["anyOf"]

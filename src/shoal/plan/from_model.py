@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from shoal.catalogue.families import BY_MODEL_TYPE
+from shoal.catalogue.families import BY_MODEL_TYPE, FAMILIES
 from shoal.catalogue.shapes import ModelShape, parameters
 from shoal.mistakes import UserMistake
 from shoal.plan.models import shape_from_settings, text_settings
@@ -40,7 +40,8 @@ def shape_of_model(settings: Mapping[str, Any], counted: Counted) -> tuple[Model
         shape = replace(_resembling(counted), model_type=str(settings.get("model_type", "")))
         return _of_size(shape, counted.parameters), False
     if abs(parameters(shape) / counted.parameters - 1) < ALIKE:
-        return shape, settings.get("model_type") in BY_MODEL_TYPE
+        family = BY_MODEL_TYPE.get(str(settings.get("model_type")))
+        return shape, family is not None and FAMILIES[family].buildable
     return _of_size(shape, counted.parameters), False
 
 

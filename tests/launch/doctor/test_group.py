@@ -23,13 +23,13 @@ NEW_MOUNTS, PRIVATE = 0x20000, 1 << 18 | 1 << 14
 
 @pytest.fixture(scope="module")
 def examined(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """Two processes whose config says that they are connected by a link of 500 GB/s."""
+    """Two processes whose config says that they are connected by a link of 5,000 GB/s."""
     folder = tmp_path_factory.mktemp("group")
     config = {
         "name": "run",
         "model": {"shape": "gpt2"},
         "data": {"path": "x.txt"},
-        "hardware": {"devices": 2, "link": {"gb_per_second": 500, "latency_us": 5}},
+        "hardware": {"devices": 2, "link": {"gb_per_second": 5000, "latency_us": 5}},
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
     return forked_shoal(folder, "doctor", "run.yaml", "--json")
