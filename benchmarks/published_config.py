@@ -100,8 +100,7 @@ def config_of(line: dict[str, Any], models: dict[str, Any]) -> dict[str, Any] | 
     for name in ("network", "link"):
         if name in line:
             found[f"hardware.{name}"] = _described(line[name])
-    if line.get("attention") == "scores":
-        found["model.attention"] = "eager"
+    found["model.attention"] = "eager" if line.get("attention") == "scores" else "sdpa"
     if line.get("dropout") or line.get("attention_dropout"):
         found["model.dropout"] = 0.1
     if not shape_traits(found["model.shape"]).causal or "head_share" in line:

@@ -114,3 +114,24 @@ def test_tensor_parallel_sums_of_megatron_overlap_with_matmuls(sequence_parallel
         assert found is not None
         exposed.append(found.amount)
     assert exposed[0] < share * exposed[1]
+
+
+@pytest.mark.parametrize(
+    ("system", "model", "attention", "path"),
+    [
+        ("huggingface@2023-09", "llama2-7b", "auto", "scores"),
+        ("huggingface@2023-09", "llama2-7b", "sdpa", "fused"),
+        ("huggingface@2024-01", "llama2-7b", "auto", "fused"),
+        ("deepspeed@2023-09", "gpt2", "auto", "scores"),
+        ("axolotl@2023-09", "llama2-7b", "auto", "fused"),  # the flash-attn package
+        ("huggingface", "bloom-7b1", "auto", "scores"),  # still
+        ("megatron", "bloom-7b1", "auto", "fused"),
+        ("nvidia-bert@2020-06", "bert-large", "auto", "scores"),
+    ],
+)
+def test_attention_is_by_matmuls_where_transformers_had_no_other(
+    system: str, model: str, attention: str, path: str
+) -> None:
+    objective = "masked_lm" if model.startswith("bert") else "causal_lm"
+    wanted = (f"model.shape={model}", f"model.attention={attention}", f"train.objective={objective}")
+    assert asked(system, *wanted, "hardware.gpu=a100-80gb", "data.max_length=512").choice.run.attention == path

@@ -43,6 +43,18 @@ HELD_LOGITS: Month = (2024, 9)
 # and GPT-NeoX rotated in fp32 until 4.45.
 MASK_BUFFERS: dict[str, Month] = {"gpt_neox": (2025, 3), "gpt2": (2026, 1)}
 WIDE_ROTARY: Month = (2024, 9)
+# The first versions of transformers whose models of a type have SDPA (`_supports_sdpa` in its modeling files): 4.36,
+# 4.37, 4.39, 4.41, 4.42, 4.45, 4.46 and 4.56.
+SDPA: dict[str, Month] = {
+    **dict.fromkeys(("llama", "falcon", "gpt_bigcode"), (2023, 12)),
+    **dict.fromkeys(("mistral", "mixtral"), (2024, 1)),
+    **dict.fromkeys(("phi", "stablelm"), (2024, 3)),
+    "bert": (2024, 5),
+    **dict.fromkeys(("gpt2", "gpt_neox"), (2024, 6)),
+    **dict.fromkeys(("roberta", "xlm-roberta", "camembert"), (2024, 9)),
+    **dict.fromkeys(("distilbert", "opt"), (2024, 10)),
+    "esm": (2025, 8),
+}
 # transformers 4.48: attention may be given fewer heads of keys than of queries.
 GROUPED_ATTENTION: Month = (2025, 1)
 # From PEFT 0.12 on, adapters of 16-bit layers are in fp32 (autocast_adapter_dtype); before, in the layer's dtype.
@@ -65,6 +77,7 @@ LARGE_PARTS: Month = (2026, 7)
 NANOTRON_GATHERS: Month = (2024, 8)
 OTHER_STREAM: Month = (2025, 1)
 
+# Around Hugging Face's Trainer.
 TRAINERS = {"huggingface", "trl", "axolotl", "llama-factory", "unsloth"}
 
 
@@ -86,10 +99,14 @@ def as_of(system: str, traits: SystemTraits, date: Month, *, gpu: Gpu, model_typ
     """The traits of a system with the libraries of a month."""
     changes: dict[str, Any] = {"software": libraries(date, gpu, current=system in CURRENT_LIBRARIES)}
     if system in TRAINERS:
-        changes |= _trainer(traits, date)
-    if system in TRAINERS or system == "deepspeed":
+        changes |= {"foreach_step": date < FUSED_ADAMW, "upcasts_shards": date >= FP32_SHARDS}
+    if system in TRAINERS or system == "transformers":
+        changes |= _with_transformers(traits, date)
+    if system in TRAINERS or system in ("transformers", "deepspeed"):
         changes |= models_of(model_type, date)
-    if system in TRAINERS or system in ("litgpt", "kempnerforge"):
+        if traits.eager_attention == "never":  # the flash-attn package, or kernels of its own
+            del changes["eager_attention"]
+    if system in TRAINERS or system in ("transformers", "litgpt", "kempnerforge"):
         changes["flash2"] = traits.flash2 or date < CUDNN_ATTENTION
     changes |= _own(system, traits, date)
     return replace(traits, **changes)
@@ -106,15 +123,17 @@ def libraries(date: Month, gpu: Gpu, *, current: bool = False) -> int:
 
 def models_of(model_type: str, date: Month) -> dict[str, Any]:
     """What transformers' models did at a date."""
-    return {"mask_buffers": date < MASK_BUFFERS.get(model_type, (0, 0)), "wide_rotary": date < WIDE_ROTARY}
+    return {
+        "mask_buffers": date < MASK_BUFFERS.get(model_type, (0, 0)),
+        "wide_rotary": date < WIDE_ROTARY,
+        "eager_attention": "always" if date < SDPA.get(model_type, (0, 0)) else "types",
+    }
 
 
-def _trainer(traits: SystemTraits, date: Month) -> dict[str, Any]:
-    """Hugging Face's Trainer, with PEFT, Accelerate and bitsandbytes."""
+def _with_transformers(traits: SystemTraits, date: Month) -> dict[str, Any]:
+    """transformers itself, with PEFT and bitsandbytes."""
     changes: dict[str, Any] = {
-        "foreach_step": date < FUSED_ADAMW,
         "reentrant": traits.reentrant or date < NOT_REENTRANT,
-        "upcasts_shards": date >= FP32_SHARDS,
         "grouped_attention": traits.grouped_attention and date >= GROUPED_ATTENTION,
         "quantized_keep_inputs": date < FREED_INPUTS,
         "dequantizes_in_half": date < BF16_DEQUANTIZED,

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from math import ceil
 
-from shoal.catalogue.attention import AMPERE, SHORTER, Attention, Heads, Path, choose_attention_path
+from shoal.catalogue.attention import AMPERE, EAGER, SHORTER, Attention, Heads, Path, choose_attention_path
 from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.shapes import ModelShape
@@ -169,7 +169,9 @@ def plan_attention(config: Config, shape: ModelShape, machine: Machine) -> Atten
 
 def _attention_elsewhere(config: Config, shape: ModelShape, machine: Machine, traits: SystemTraits) -> Path:
     """The same of other systems, whose kernels for sliding windows are not known."""
-    if config.model.attention == "eager":
+    wanted = config.model.attention
+    eager = traits.eager_attention == "always" or (traits.eager_attention == "types" and shape.model_type in EAGER)
+    if wanted == "eager" or (wanted == "auto" and eager):
         return "scores"
     if has_documents(config):
         return "fused" if traits.variable_lengths else "dense mask"

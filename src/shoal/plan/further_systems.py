@@ -51,11 +51,17 @@ NVIDIA_BERT = replace(
     overlaps_gradients=True,
     wide_gradients=False,
     gathers_masked=True,
+    eager_attention="always",
 )
 # XLA lays memory out before the first step; norms, and the sums that they read, are in fp32: call in
 # TensorFlow2/LanguageModeling/BERT/official/nlp/modeling/layers/transformer.py of NVIDIA/DeepLearningExamples.
 TENSORFLOW = replace(
-    MEGATRON, fused_softmax="never", planned_memory=True, wide_residual_stream=True, gathers_masked=True
+    MEGATRON,
+    fused_softmax="never",
+    planned_memory=True,
+    wide_residual_stream=True,
+    gathers_masked=True,
+    eager_attention="always",
 )
 MAXTEXT = replace(MEGATRON, fused_softmax="never", planned_memory=True)
 # Recipes of Megatron-Bridge 0.1.0rc4 as they are: both overlaps and fp32 gradients (recipes/qwen), no

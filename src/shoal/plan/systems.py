@@ -81,6 +81,7 @@ HUGGING_FACE = SystemTraits(
     widens_outputs=True,  # prepare_model in accelerate/accelerator.py
     waits_for_loss=True,  # logging_nan_inf_filter in transformers/trainer.py
     upcasts_base=True,  # prepare_model_for_kbit_training in peft/utils/other.py
+    eager_attention="types",
 )
 # The hand-written loop of benchmarks/gpu: PyTorch, compiled blocks and Liger's loss.
 BY_HAND = SystemTraits(fused_rows="liger")
@@ -103,6 +104,7 @@ DEEPSPEED = SystemTraits(
     replicates_scales=True,
     quantizes_experts=True,
     even_stages=True,
+    eager_attention="types",
     hooks_modules=True,  # _register_deepspeed_module in deepspeed/runtime/zero/parameter_offload.py
 )
 # Megatron-LM. Files are in NVIDIA/Megatron-LM.
@@ -162,6 +164,7 @@ TRL = replace(
 # adapters (check_auto_enable_lora_kernels in axolotl/utils/schemas/config.py, since April 2025).
 AXOLOTL = replace(
     TRL,
+    eager_attention="never",
     wide_residual_stream=False,
     casts_per_use=False,
     flash2=True,
@@ -173,7 +176,9 @@ AXOLOTL = replace(
 )
 # The Trainer with a model in bf16 and adapters in fp32 (cast_trainable_params_to_fp32 in its model/adapter.py),
 # PyTorch's attention (`flash_attn: auto`) and reentrant checkpoints (`use_reentrant_gc: true`).
-LLAMA_FACTORY = replace(AXOLOTL, flash2=False, variable_lengths=False, reentrant=True, fused_adapters=False)
+LLAMA_FACTORY = replace(
+    AXOLOTL, eager_attention="types", flash2=False, variable_lengths=False, reentrant=True, fused_adapters=False
+)
 # Kernels of its own (unsloth/kernels): RMSNorm, rotary embeddings, SwiGLU; a cross-entropy that overwrites the logits
 # with their gradient, or, since August 2025, that holds those of a part (get_chunk_size in
 # unsloth_zoo/fused_losses/cross_entropy_loss.py; 4 GiB since July 2026); adapters in fp32 (prepare_model_for_training)

@@ -19,6 +19,9 @@ class SystemTraits:
     fused_by_hand: bool = False
     # Keys and values are repeated for every query head before attention, and saved like that.
     repeats_keys: bool = False
+    # Models are transformers', or have attention as it has, and compute scores by matmuls for types without any other
+    # (`types`), or for all (`always`). `model.attention` may say otherwise.
+    eager_attention: Literal["never", "types", "always"] = "never"
     # Attention is given fewer heads of keys than of queries, for which SDPA has no fused kernel in fp32 and before
     # Ampere (enable_gqa; use_gqa_in_sdpa in transformers since 4.48). Else they are repeated, or it is another kernel.
     grouped_attention: bool = True
