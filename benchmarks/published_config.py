@@ -76,7 +76,7 @@ def config_of(line: dict[str, Any], models: dict[str, Any]) -> dict[str, Any] | 
         return None
     ranks = mesh.get("dp_shard", 1) * mesh.get("dp_replicate", 1)
     found: dict[str, Any] = {
-        "model.shape": line["model"] if line["model"] in NAMED else models[line["model"]],
+        "model.shape": line["model"] if line["model"] in NAMED else _explicit(models[line["model"]]),
         "model.tokenizer": "bytes",
         "hardware.gpu": line["gpu"],
         "hardware.devices": min(line["per_node"], line["gpus"]),
@@ -139,6 +139,12 @@ def _objective(line: dict[str, Any]) -> dict[str, Any]:
     if share * line["sequence"] <= CLASSIFIED:
         return {"train.objective": "classify", "data.label": "label", "data.pack": False}
     return {}
+
+
+def _explicit(shape: dict[str, Any]) -> dict[str, Any]:
+    """Sizes as a config has them: without the type of the model and its share of rotary channels, which are those of
+    the family there."""
+    return {key: value for key, value in shape.items() if key not in ("model_type", "rotary_share")}
 
 
 def _described(link: Any) -> Any:

@@ -135,3 +135,27 @@ def test_attention_is_by_matmuls_where_transformers_had_no_other(
     objective = "masked_lm" if model.startswith("bert") else "causal_lm"
     wanted = (f"model.shape={model}", f"model.attention={attention}", f"train.objective={objective}")
     assert asked(system, *wanted, "hardware.gpu=a100-80gb", "data.max_length=512").choice.run.attention == path
+
+
+def test_a_trait_may_be_empty() -> None:
+    held, freed = (
+        asked("transformers", "model.shape=gpt2", "hardware.gpu=h200", traits=(f"holds_outputs={one}",)).choice.run
+        for one in ("next", "empty")
+    )
+    assert (held.traits.holds_outputs, freed.traits.holds_outputs) == ("next", "")
+
+
+def test_an_encoder_with_tensor_parallelism_is_forecast_and_not_trained() -> None:
+    run = ("model.shape=bert-large", "train.objective=masked_lm", "parallel.tp=2", "data.max_length=512")
+    devices = ("hardware.gpu=a100-40gb", "hardware.devices=8")
+    whole, halved = (
+        asked(
+            "megatron", *run, *devices, f"parallel.tp={degree}", "train.micro_batch=4", "train.global_batch=32"
+        ).choice
+        for degree in (1, 2)
+    )
+    assert halved.memory.allocated < whole.memory.allocated
+    note = "shoal train does not accept this: parallel.tp 2 is for causal language models"
+    assert any(one.startswith(note) for one in asked("shoal", *run, *devices).notes)
+    with pytest.raises(UserMistake, match=r"parallel\.tp 2 is for causal language models"):
+        api.load_config(None, run)

@@ -31,7 +31,7 @@ def find_combinations(config: Config, *, planned: bool = False) -> Iterator[Find
     """The combinations that cannot work: a key of each, and a sentence. `planned`: without those that only our own code
     lacks."""
     if not planned:
-        yield from find_sharded_scores(config)
+        yield from find_untrained(config)
         yield from _labels(config)
     yield from _sharding(config)
     yield from _parallelism(config)
@@ -44,8 +44,18 @@ def find_combinations(config: Config, *, planned: bool = False) -> Iterator[Find
     yield from _samples(config)
 
 
-def find_sharded_scores(config: Config) -> Iterator[Finding]:
-    """Attention by matmuls over sharded sequences, which others have (Megatron with tensor parallelism)."""
+def find_untrained(config: Config) -> Iterator[Finding]:
+    """What others train, as Megatron does: attention by matmuls over sharded sequences, encoders with tensor and
+    pipeline parallelism."""
+    objective = config.train.objective
+    for key in ("tp", "pp", "cp"):
+        degree = getattr(config.parallel, key)
+        if degree > 1 and objective_facts(objective).encoder:
+            yield (
+                f"parallel.{key}",
+                f"parallel.{key} {degree} is for causal language models, not for train.objective {objective}; "
+                f"use {key} 1 and parallel.strategy fsdp, which shards any model.",
+            )
     for key in ("cp", "tp"):
         if getattr(config.parallel, key) > 1 and config.model.attention == "eager":
             yield (
@@ -157,7 +167,7 @@ def _labels(config: Config) -> Iterator[Finding]:
 
 def _encoder(config: Config) -> Iterator[Finding]:
     """What the objectives of encoders need, and what they do not have."""
-    train, data, parallel = config.train, config.data, config.parallel
+    train, data = config.train, config.data
     facts, family = objective_facts(train.objective), _family(config)
     if family is not None and facts.encoder and FAMILIES[family].causal:
         yield (
@@ -175,13 +185,6 @@ def _encoder(config: Config) -> Iterator[Finding]:
         )
     if not facts.encoder:
         return
-    for key in ("tp", "pp", "cp"):
-        if (degree := getattr(parallel, key)) > 1:
-            yield (
-                f"parallel.{key}",
-                f"parallel.{key} {degree} is for causal language models, not for train.objective {train.objective}; "
-                f"use {key} 1 and parallel.strategy fsdp, which shards any model.",
-            )
     if data.document_mask:
         yield (
             "data.document_mask",

@@ -13,7 +13,7 @@ from shoal.plan.traits import SystemTraits
 
 NAMES: dict[str, SystemTraits] = {**SYSTEMS, **FURTHER}
 ALL_DEFAULTS = {**DEFAULTS, **FURTHER_DEFAULTS}
-WORDS = {"true": True, "false": False}
+WORDS, EMPTY = {"true": True, "false": False}, "empty"
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,8 @@ def _read_trait(given: str) -> tuple[str, Any]:
         )
     choices = _choices(kinds[name])
     value: Any = WORDS.get(text.lower(), text)
+    if text == EMPTY and "" in choices:
+        return name, ""
     if value in choices and type(value) in {type(one) for one in choices}:
         return name, value
     for number in (int, float):
@@ -84,7 +86,7 @@ def values_of(trait: str) -> list[str]:
 
 def shown_value(value: Any) -> str:
     """A value of a trait as `--trait` reads it."""
-    return str(value).lower() if isinstance(value, bool) else str(value) or "empty"
+    return str(value).lower() if isinstance(value, bool) else str(value) or EMPTY
 
 
 def _choices(kind: Any) -> list[Any]:

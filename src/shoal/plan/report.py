@@ -7,7 +7,7 @@ from typing import Any
 
 from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.shapes import parameters
-from shoal.config.combinations import find_sharded_scores
+from shoal.config.combinations import find_untrained
 from shoal.config.effect import without_effect
 from shoal.config.reference import computes_before, switches_adapter_off
 from shoal.config.resolve import with_global_batch
@@ -132,7 +132,7 @@ def make_plan(config: Config, *, system: str = "shoal", traits: Sequence[str] = 
         notes.append(warning)
     if like == Like(engine):
         notes += [f"shoal train does not accept this yet: {sentence}" for _, sentence in find_unbuilt(config)]
-        refused = [*find_refused(shape, choice.config), *(sentence for _, sentence in find_sharded_scores(config))]
+        refused = [*find_refused(shape, choice.config), *(sentence for _, sentence in find_untrained(config))]
         notes += [f"shoal train does not accept this: {sentence}" for sentence in refused]
         # What is described of the hardware has an effect here, if nowhere else.
         ignored = [note for note in without_effect(config, machine.world_size) if not note.startswith("hardware.")]
