@@ -159,3 +159,28 @@ def test_an_encoder_with_tensor_parallelism_is_forecast_and_not_trained() -> Non
     assert any(one.startswith(note) for one in asked("shoal", *run, *devices).notes)
     with pytest.raises(UserMistake, match=r"parallel\.tp 2 is for causal language models"):
         api.load_config(None, run)
+
+
+def test_fsdp_casts_what_autocast_would_and_an_embedding_then_returns_16_bits() -> None:
+    run = ("model.shape=llama3-8b", "hardware.gpu=a100-80gb", "hardware.devices=8", "train.precision=bf16-mixed")
+    batch = ("train.micro_batch=8", "train.global_batch=64", "train.recompute=full", "train.loss_impl=fused")
+    sharded, replicated = (
+        asked("huggingface", *run, *batch, f"parallel.strategy={strategy}").choice for strategy in ("fsdp", "ddp")
+    )
+    # Liger's example with bf16-mixed on eight A100 needs 46.8 GiB with 8 sequences of 8,192 tokens.
+    tokens_of_a_rank, hidden, blocks = 8 * 2048, 4096, 32
+    for choice, itemsize in ((sharded, 2), (replicated, 4)):
+        inputs = choice.memory.worst.moments[0].tree.find("block inputs")
+        assert inputs is not None
+        assert inputs.amount == tokens_of_a_rank * hidden * blocks * itemsize
+    assert not sharded.run.casts_weights
+    assert replicated.run.casts_weights
+
+
+def test_kernels_of_a_recomputed_forward_pass_are_launched_too() -> None:
+    short = ("model.shape=gpt2", "hardware.gpu=a100-40gb", "data.max_length=128", "train.micro_batch=1")
+    waits = [
+        asked("megatron@2021-08", *short, f"train.recompute={recompute}").choice.speed.step_seconds
+        for recompute in ("none", "full")
+    ]
+    assert waits[1] > 1.2 * waits[0]

@@ -103,7 +103,9 @@ def _launching(run: Run, blocks: int) -> float:
     if run.compiled and not run.traits.liger_kernels:
         block = GRAPH_BLOCK_HOST if run.traits.compiles_loss else COMPILED_BLOCK_HOST
         block = ENGINE_BLOCK_HOST if _has_engine(run) else block
-        return (block + _unit_hooks(run)) * blocks
+        # Kernels that are fused by hand are launched one by one, also those of a recomputed forward pass.
+        again = FORWARD_HOST * block * run.repeats_forward if run.traits.fused_by_hand else 0.0
+        return (block + again + _unit_hooks(run)) * blocks
     block = EAGER_BLOCK_HOST
     if not run.compiled:
         block *= _relative_operations(run)

@@ -100,6 +100,12 @@ class Run:
         return self.traits.upcasts_shards and trained and self.narrow
 
     @property
+    def casts_shards(self) -> bool:
+        """Whether FSDP casts trained weights as it gathers them (its mixed precision, also around autocast), so that
+        blocks see them in the compute dtype only, and so does what an embedding returns."""
+        return self.upcasts_shards or (self.traits.casts_per_use and self.sharded and self.adapter is None)
+
+    @property
     def weight_bytes(self) -> int:
         return 2 if self.narrow and not self.upcasts_shards else 4
 
@@ -125,7 +131,7 @@ class Run:
         """Whether autocast casts the weights of blocks whenever they are used; those under an adapter are usually in 16
         bits."""
         wide = self.adapter is None or self.frozen_bytes > self.compute_bytes
-        return self.traits.casts_per_use and self.mixed and wide and not self.upcasts_shards  # FSDP casts those
+        return self.traits.casts_per_use and self.mixed and wide and not self.casts_shards
 
     @property
     def layer_bytes(self) -> int:
@@ -219,7 +225,7 @@ class Run:
             return 4
         # Of ours with an adapter: parallel/precision.py.
         wide = self.traits.wide_residual_stream and (self.adapter is None or self.frozen_bytes > self.compute_bytes)
-        return self.weight_bytes if wide and not self.upcasts_shards else self.compute_bytes
+        return self.weight_bytes if wide and not self.casts_shards else self.compute_bytes
 
     @property
     def recomputes_cheap(self) -> bool:
