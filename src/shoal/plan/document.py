@@ -13,7 +13,7 @@ What memory and speed depend on in the code of a training system, and which of t
 `--trait NAME=VALUE` gives one another value, for an option of that system that no key of ours is for:
 
 ```bash
-shoal plan model.shape=llama3.2-1b hardware.gpu=h100-80gb hardware.devices=8 --like megatron --trait overlaps_gradients=true
+shoal plan model.shape=llama3.2-1b hardware.gpu=h200 hardware.devices=8 --like megatron --trait overlaps_gradients=true
 ```
 
 With `--like SYSTEM@YEAR-MONTH` a system has the traits of its releases of that month
