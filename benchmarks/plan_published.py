@@ -27,6 +27,17 @@ from shoal.catalogue.optimizers import OPTIMIZERS
 from shoal.catalogue.shapes import NAMED, ModelShape, block_matrices
 from shoal.config.mesh import Mesh
 from shoal.mistakes import UserMistake
+from shoal.plan.earlier import (
+    BUCKET_ALL_REDUCE,
+    FP32_ADAPTERS,
+    FUSED_ADAMW,
+    FUSED_RMS_NORM,
+    HOPPER_WHEELS,
+    MASK_BUFFERS,
+    NEW_WHEELS,
+    NOT_REENTRANT,
+    WIDE_ROTARY,
+)
 from shoal.plan.machine import usual_network
 from shoal.plan.memory import forecast_memory
 from shoal.plan.run import FROZEN, Adapter, Run, Trained
@@ -38,30 +49,14 @@ FOLDER = ROOT / "benchmarks" / "plan" / "published"
 # Share of a device's peak that no training reaches.
 POSSIBLE = 0.9
 UNITS = {"GiB": 1.0, "GB": 1e9 / GIB, "MiB": 1 / 1024}
-# PyTorch's wheels had the CUDA libraries of 2023 (12.1) until version 2.5; these systems' results are of containers or
-# builds with those of their day.
-NEW_WHEELS = (2024, 10)
-# And those of 2024 (12.4 and 12.6) until version 2.8, which matters on Hopper. torchtitan's are nightly builds.
-HOPPER_WHEELS, HOPPER_VERSIONS = (2025, 8), re.compile(r"orch 2\.[567]\b")
-# From PEFT 0.12 on, adapters of 16-bit layers are in fp32 (autocast_adapter_dtype); before, in the layer's dtype.
-FP32_ADAPTERS = (2024, 8)
-# From PyTorch 2.8 on, the Trainer's AdamW is fused.
-FUSED_ADAMW = (2025, 8)
-# transformers 5 is the first version whose activation checkpointing is not reentrant by default; and systems without
-# traits of that time that use the model's own.
-NOT_REENTRANT = (2025, 12)
+# Versions of PyTorch whose wheels have the CUDA libraries of 2024.
+HOPPER_VERSIONS = re.compile(r"orch 2\.[567]\b")
+# Systems without traits of a time that use the model's own activation checkpointing.
 MODEL_CHECKPOINTS = {
     *("deepspeed", "deepspeed-balanced", "deepspeed-qwen"),
     *("huggingface", "huggingface-bf16", "huggingface-foreach", "huggingface-2022"),
 }
-# From July 2025 on PyTorch's nightly builds, which torchtitan's results are of, have nn.RMSNorm as one kernel.
-FUSED_RMS_NORM = (2025, 8)
-# From DeepSpeed 0.12.4 on, ZeRO-1 and 2 all-reduce gradients; before, each went to the rank that updates it.
-BUCKET_ALL_REDUCE = (2023, 12)
-# transformers' own models had causal masks of all positions in their blocks (GPT-NeoX's until 4.50, GPT-2's until 5),
-# and GPT-NeoX rotated in fp32 until 4.45.
-MASK_BUFFERS = {"gpt_neox": (2025, 3), "gpt2": (2026, 1)}
-WIDE_ROTARY = (2024, 9)
+# Whose results are of containers or builds with the libraries of their day.
 CONTAINERS = {
     *(
         "bert-apex",

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from plan_accuracy import TRAITS
 
+from shoal.plan.further_systems import FURTHER
 from shoal.plan.traits import SystemTraits
 
 LOOPS: dict[str, SystemTraits] = {
@@ -152,10 +153,7 @@ LOOPS: dict[str, SystemTraits] = {
         overlaps_gradients=False,
         flash2=True,
     ),
-    # FSDP2 with embedding and head in one unit (apply_fsdp in olmo_core/nn/transformer/model.py), on nightly builds of
-    # PyTorch from 2024-08 to 2024-10, which preferred cuDNN's attention (pytorch/pytorch#138522); with a compiled loss,
-    # and with Triton's of before.
-    "olmo-core": replace(TRAITS["torchtitan"], loss_kernel="compiled", flash2=False, separate_head_unit=False),
+    "olmo-core": FURTHER["olmo-core"],
     "olmo-core-triton": replace(
         TRAITS["torchtitan"], loss_kernel="always", kernel_logit_bytes=8.0, flash2=False, separate_head_unit=False
     ),

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from plan_accuracy import TRAITS
 
+from shoal.plan.further_systems import FURTHER
 from shoal.plan.systems import MEGATRON
 from shoal.plan.traits import SystemTraits
 
@@ -22,25 +23,13 @@ MEGATRONS: dict[str, SystemTraits] = {
     "oneflow": replace(MEGATRON, overlaps_gradients=True, planned_memory=True),
     # Overlaps data parallelism, and one block less in the first and the last stage.
     "llama3": replace(MEGATRON, overlaps_gradients=True, overlaps_weight_gather=True, even_stages=False),
-    # `overlap_sync_grad` in its configs/7B_sft.py; gradients are reduced in the dtype of the weights, flattened and
-    # cast, and updated weights sent after the step, rank by rank (internlm/solver/optimizer; `overlap_sync_param` is
-    # off).
-    "internevo": replace(
-        MEGATRON,
-        overlaps_gradients=True,
-        wide_gradients=False,
-        accumulates_in_matmuls=False,
-        flattens_gradients=True,
-        step_copies=2,
-        broadcasts_weights=True,
-        all_reduces=True,  # reduce_rank is None in _attach_reduction_hook of hybrid_zero_optim.py
-    ),
+    "internevo": FURTHER["internevo"],
     "flash-attention": MEGATRON,
     # Norms, and the sums that they read, are in fp32: call in TensorFlow2/LanguageModeling/BERT/official/nlp/modeling/
     # layers/transformer.py of NVIDIA/DeepLearningExamples; TensorFlow 1's fused_layer_norm casts in the same way.
     "tensorflow-xla": replace(MEGATRON, fused_softmax="never", planned_memory=True, wide_residual_stream=True),
-    "pax": replace(MEGATRON, fused_softmax="never", planned_memory=True),
-    "maxtext": replace(MEGATRON, fused_softmax="never", planned_memory=True),
+    "pax": FURTHER["maxtext"],
+    "maxtext": FURTHER["maxtext"],
     # NVIDIA's BERT: Apex's norms and optimizer, PyTorch's DDP, scores with PyTorch's softmax; later NVFuser.
     "bert-apex": replace(
         MEGATRON, fused_softmax="compiled", accumulates_in_matmuls=False, overlaps_gradients=True, wide_gradients=False
@@ -125,27 +114,8 @@ MEGATRONS: dict[str, SystemTraits] = {
         MEGATRON, flash2=True, accumulates_in_matmuls=False, overlaps_gradients=True, overlaps_weight_gather=True
     ),
     "megatron-llama-plain": replace(MEGATRON, flash2=True, accumulates_in_matmuls=False),
-    # C and CUDA: bf16 weights and gradients, fp32 master weights with the optimizer, kernels fused by hand, gradients
-    # reduced block by block in the backward pass (multi_gpu_async_reduce_gradient), memory allocated once; sums of the
-    # residual stream are fused with norms (fused_residual_forward5), and cuDNN reads queries as a matmul wrote them.
-    # fused_classifier writes the gradient over the logits.
-    "llm.c": replace(
-        MEGATRON,
-        fused_by_hand=False,
-        loss_in_place=True,
-        wide_gradients=False,
-        overlaps_gradients=True,
-        planned_memory=True,
-    ),
-    # Its successor, with chunks of the head; fused_residual_rmsnorm_forward in src/kernels.
-    "llm.q": replace(
-        MEGATRON,
-        fused_by_hand=False,
-        loss_in_place=True,
-        wide_gradients=False,
-        overlaps_gradients=True,
-        planned_memory=True,
-    ),
+    "llm.c": FURTHER["llm.c"],
+    "llm.q": FURTHER["llm.c"],  # its successor, with chunks of the head
     # scaled_upper_triang_masked_softmax_fusion and bias_gelu_fusion: false; ZeRO-1 with overlap_comm.
     "neox": replace(
         MEGATRON,
@@ -156,15 +126,7 @@ MEGATRONS: dict[str, SystemTraits] = {
         accumulates_in_matmuls=False,
         overlaps_gradients=True,
     ),
-    # Its 20B.yml has both of them.
-    "neox-fused": replace(
-        MEGATRON,
-        loss_kernel="never",
-        wide_gradients=False,
-        accumulates_in_matmuls=False,
-        overlaps_gradients=True,
-        even_stages=False,
-    ),
+    "neox-fused": FURTHER["gpt-neox"],  # its 20B.yml has both of them
     # --overlap-grad-reduce, --overlap-param-gather, --no-gradient-accumulation-fusion, and a loss that is not fused.
     "megatron-tests": replace(
         MEGATRON,
@@ -205,9 +167,7 @@ MEGATRONS: dict[str, SystemTraits] = {
     "megatron-0.14-overlapped": replace(
         MEGATRON, loss_kernel="never", overlaps_gradients=True, overlaps_weight_gather=True
     ),
-    # Recipes of Megatron-Bridge 0.1.0rc4 as they are: both overlaps and fp32 gradients (recipes/qwen), no
-    # comm_overlap_config, and `bias_activation_fusion` false (models/gpt_provider.py).
-    "bridge-recipe": replace(MEGATRON, fused_activation=False, overlaps_gradients=True, overlaps_weight_gather=True),
+    "bridge-recipe": FURTHER["megatron-bridge"],
     # AMD's Llama 3.1 8B of MLPerf 5.1: a DistributedDataParallelConfig without overlaps, grad_reduce_in_fp32 false
     # (src/train.py).
     "nemo-no-overlap": replace(MEGATRON, wide_gradients=False),

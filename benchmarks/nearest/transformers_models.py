@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from plan_accuracy import TRAITS
 
+from shoal.plan.further_systems import FURTHER
 from shoal.plan.systems import SYSTEMS, TRL
 from shoal.plan.traits import SystemTraits
 
@@ -120,15 +121,7 @@ TRANSFORMERS: dict[str, SystemTraits] = {
     ),
     # A loss of its own over 16-bit logits (benchmark/gpt/model.py); Lightning's plugin has no autocast with DeepSpeed.
     "deepspeed-lightning": replace(TRAITS["deepspeed"], logit_bytes=6.0, narrow_loss=True),
-    # ColossalAI's LowLevelZero: gradients stay on the device, are cast one by one, and reduced in buckets of 12 Mi
-    # elements during the backward pass (zero/low_level/low_level_optim.py).
-    "colossalai": replace(
-        TRAITS["deepspeed"],
-        offloads_gradients=False,
-        overlaps_gradients=True,
-        bucket_elements=12 * 2**20,
-        all_reduces=False,
-    ),
+    "colossalai": FURTHER["colossalai"],
     # FSDP's own mixed precision of fp32 weights (atorch/auto/model_context.py), blocks that are checkpointed within its
     # units from outside of the model, and a loop that holds the outputs: fsdp_llama2.py.
     "atorch": replace(
