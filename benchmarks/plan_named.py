@@ -30,8 +30,10 @@ def named_figures() -> tuple[list[Figure], Counter[str]]:
             continue
         try:
             year, month = year_and_month(line)
-            system = f"{name_of(line['system'], line['source'])}@{year}-{month:02}"
-            rows.append(row.with_run(asked(line, models, system)))
+            system = line["system"]
+            if "@" not in system:
+                system = f"{name_of(system, line['source'])}@{year}-{month:02}"
+            rows.append(row.with_run(asked({**line, "traits": {}}, models, system)))
         except UserMistake as mistake:
             refused[str(mistake).splitlines()[0]] += 1
     return compare(rows), refused

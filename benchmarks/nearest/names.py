@@ -79,6 +79,6 @@ def name_of(system: str, source: str = "") -> str:
     """The system that one would ask `--like` for; a loop by hand is `pytorch`."""
     if (source, system) in OF_SOURCES:
         return OF_SOURCES[source, system]
-    if system in NAMES:
-        return system
+    if (name := system.partition("@")[0]) in NAMES:
+        return name
     return next((name for beginning, name in BEGINNINGS.items() if system.startswith(beginning)), "pytorch")
