@@ -90,14 +90,8 @@ def test_the_sweep_on_an_h200_is_forecast_within_five_percent_of_memory_and_ten_
     records = read_records(ROOT / "benchmarks" / "gpu" / "sweep_h200" / "sweep.json")
     measured = [one for one in records.values() if one["status"] == "measured"]
     assert len(measured) >= 45
-    # Not explained yet: four runs reserve more memory than forecast, and one 5.2% less.
-    known = {
-        ("tinyllama-1.1b 8x2048 bf16-mixed lora-head", "reserved_gib"),
-        ("gemma3-1b 2x4096 bf16-mixed lora", "reserved_gib"),
-        ("qwen2.5-0.5b 4x2048 bf16-mixed plain-loss", "reserved_gib"),
-        ("gpt2-xl 8x1024 bf16-mixed selective adamw8bit", "reserved_gib"),
-        ("mistral-7b 1x8192 bf16-mixed full lora-q-v", "reserved_gib"),
-    }
+    # The state of 8-bit AdamW lies between the gradients of the first step, and leaves 1.2 GiB that no activation fits.
+    known = {("gpt2-xl 8x1024 bf16-mixed selective adamw8bit", "reserved_gib")}
     assert {(one.row, one.figure) for one in outside(compare(measured))} == known
 
 

@@ -61,6 +61,7 @@ class Parts:
     others: int  # further parameters per block
     latent: LatentAttention | None = None
     routed: int = 0  # experts that a token is routed to
+    experts: int = 0  # of so many
 
 
 def parts(
@@ -95,7 +96,7 @@ def parts(
             dense_width=ffn,
         )
         routed = int(first_of(settings, ACTIVE) or 1)
-        return Parts(active, others + inactive + gate, _latent(settings), routed)
+        return Parts(active, others + inactive + gate, _latent(settings), routed, int(count))
     return Parts(ffn, others, _latent(settings))
 
 

@@ -58,6 +58,7 @@ class ModelShape:
     others: int = 0  # further parameters per block, such as inactive experts
     outside: int = 0  # and outside blocks, less than 0 if the embedding is narrower than the model
     routed: int = 0  # experts that a token is routed to, each of their share of `ffn`
+    experts: int = 0  # of which there are as many
     latent: LatentAttention | None = None  # in place of the matrices that the heads' sizes imply
     # None if no tokenizer is known yet: building the model takes them from the tokenizer.
     bos: int | None = None

@@ -137,6 +137,7 @@ def mixture(
         rope_theta=rope_theta,
         others=others,
         routed=active,
+        experts=count,
         model_type=model_type,
     )
 
@@ -228,6 +229,7 @@ def deepseek_v3() -> ModelShape:
         norm_eps=1e-6,
         others=others,
         routed=8,
+        experts=256,
         latent=latent,
         bos=0,
         eos=1,

@@ -106,16 +106,17 @@ def _dora(run: Run, adapter: Adapter, inputs: float, outputs: float) -> tuple[fl
     """What DoRA adds to an adapted layer: the norms of the rows of `W + B A`, and their scale."""
     elements, itemsize = inputs * outputs, run.compute_bytes
     dequantized = 0.0 if adapter.quantize is None else elements * (stored_bytes(run, adapter) + itemsize)
+    scaled = run.tokens * outputs * itemsize / bandwidth(run)
     if not run.traits.peft:
         # A matmul of the matrix with `A`, and its own norms: it is read once more, or dequantized and read.
         forward = matmul_seconds(run, outputs, inputs, adapter.rank)
         reads = 1 if adapter.quantize is None else 2
-        return forward + reads * elements * itemsize / bandwidth(run), 0.0
+        # The gradient is scaled, and for the scale's own multiplied with what frozen layer and adapter have returned.
+        return forward + reads * elements * itemsize / bandwidth(run), 5 * scaled
     # `B A` as a matmul with the identity (written and read), the scaled `B A` (read, written), its sum with `W` (two
     # reads, written) and the norms (read); then three kernels over the output, and their backward ones.
     matrices = 7 * elements + 2 * inputs * inputs
     forward = matmul_seconds(run, inputs, inputs, adapter.rank) + matmul_seconds(run, inputs, adapter.rank, outputs)
-    scaled = run.tokens * outputs * itemsize / bandwidth(run)
     forward += (matrices * itemsize + dequantized) / bandwidth(run) + 7 * scaled
     backward = 9 * scaled
     if adapter.dropout:

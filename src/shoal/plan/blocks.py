@@ -5,6 +5,9 @@ from functools import lru_cache
 
 from shoal.catalogue.shapes import ModelShape, attention_matrices, block_vectors
 
+# What the layers of an MLP read.
+MLP = ("second norm", "inner")
+
 
 @dataclass(frozen=True)
 class Linear:

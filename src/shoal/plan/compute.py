@@ -22,6 +22,7 @@ from shoal.plan.head import (
     overwrites_logits,
 )
 from shoal.plan.kernels import Seconds, bandwidth, eager_bandwidth, matmul_seconds, streamed_bandwidth
+from shoal.plan.linear import linear_seconds
 from shoal.plan.muon import orthogonalization_seconds
 from shoal.plan.packed import packed_linears, summed_gradients
 from shoal.plan.run import Run
@@ -112,7 +113,7 @@ def block_compute(run: Run) -> BlockCompute:
         # All but the last matmul, and its sum with the residual stream: recomputation stops early once every saved
         # tensor exists, and the backward pass needs neither output.
         last = linears(run.shape)[-1]
-        skipped = matmul_seconds(run, run.tokens, *last.local_sizes(run.mesh.tp), fp8=run.precision == "fp8")
+        skipped = linear_seconds(run, last)[0]
         if not run.shape.traits.post_norm:
             summed = run.shape.hidden * (2 * run.residual_bytes + run.compute_bytes)
             skipped += run.stream_tokens * summed / bandwidth(run)
@@ -133,9 +134,7 @@ def _recomputed_parts(run: Run, attention: float) -> float:
     if "activation" in parts or "mlp" in parts:
         found += inner / bandwidth(run)
     if "mlp" in parts:
-        fp8 = run.precision == "fp8"
-        wide = [one for one in linears(shape) if one.reads == "second norm"]
-        found += sum(matmul_seconds(run, run.tokens, *one.local_sizes(run.mesh.tp), fp8=fp8) for one in wide)
+        found += sum(linear_seconds(run, one)[0] for one in linears(shape) if one.reads == "second norm")
     return found
 
 
@@ -147,13 +146,12 @@ def _matmuls(run: Run) -> tuple[Seconds, float]:
     kept = selected_matmuls(run, matrices)
     for index, one in enumerate(matrices):
         inputs, outputs = one.local_sizes(run.mesh.tp)
-        ahead = matmul_seconds(run, run.tokens, inputs, outputs, fp8=fp8)
+        ahead, grad_input, grad_weight = linear_seconds(run, one)
         forward += ahead
-        backward += matmul_seconds(run, run.tokens, outputs, inputs, fp8=fp8)
+        backward += grad_input
         if run.trained.blocks:
             # Of the blocks that the backward pass goes through.
-            share = run.trained.blocks / run.trained.passed
-            backward += share * matmul_seconds(run, inputs, run.tokens, outputs, fp8=fp8)
+            backward += run.trained.blocks / run.trained.passed * grad_weight
         again += 0.0 if index in kept else ahead
         if fp8 and not run.traits.casts_once:
             cast = run.tokens * (inputs + outputs) + inputs * outputs

@@ -6,6 +6,7 @@ from functools import cached_property, lru_cache
 from shoal.catalogue.attention import AMPERE
 from shoal.plan.activations import block_kept, buffer_bytes
 from shoal.plan.blocks import linears
+from shoal.plan.expandable import RECOMPUTED_SLACK, gaps_between_blocks
 from shoal.plan.fragmentation import fragmented, is_replayed
 from shoal.plan.head import LOSS_BYTES, head
 from shoal.plan.layout import Rank, count, different_ranks, micro_batches_in_flight, ranks_of
@@ -21,9 +22,6 @@ ALLOCATOR_SLACK = 0.02
 SHARDED_SLACK = 0.10
 # Either way with expandable segments; streams still do not share freed memory.
 EXPANDABLE_SLACK = 0.005
-# Recomputed blocks do not fit the gaps that other tensors have left: of what they need for a time, this share is
-# reserved in addition.
-RECOMPUTED_SLACK = 0.3
 # Sequences of varied length: a longer one does not fit the blocks that shorter ones have left, which stay reserved.
 # That is about this share of a plain loss's tensors (16 bytes per logit), half of it where a micro-batch has many
 # sequences, of which the longest hardly varies; or this share of all that a step needs for a time:
@@ -151,14 +149,13 @@ def _reserve(run: Run, rank: Rank, found: tuple[Moment, ...]) -> float:
         slack = 0.0
         if not run.varied_lengths:  # which leave more
             gaps = fragmented(run, run.gpu.memory_gib * GIB - _context(run) - side)
-    elif run.traits.expandable_segments or not run.gathers_weights:
-        # Offloaded block inputs do not lie between them.
+    elif run.traits.expandable_segments:
+        slack, gaps = EXPANDABLE_SLACK, gaps_between_blocks(run, rank, found)
+    elif not run.gathers_weights:
         gaps = RECOMPUTED_SLACK * recomputation(run, rank) * (0.5 if run.offloads_inputs else 1.0)
-        if max(found, key=lambda moment: moment.tree.amount).name == "loss" and not run.traits.expandable_segments:
+        if max(found, key=lambda moment: moment.tree.amount).name == "loss":
             gaps = max(gaps, left_by_forward(run))
-    if run.traits.expandable_segments:
-        slack = EXPANDABLE_SLACK
-    elif run.varied_lengths:
+    if run.varied_lengths and not run.traits.expandable_segments:
         gaps += _left_by_shorter_sequences(run, rank, found, highest * (1 + slack) + gaps)
     solid = 0.0  # trained weights and their state, if they are one tensor each
     if run.traits.flattens_gradients:

@@ -134,6 +134,7 @@ def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json"
         ffn=found.ffn,
         others=found.others,
         routed=found.routed,
+        experts=found.experts,
         latent=found.latent,
         vocab=sizes["vocab"],
         positions=int(positions),

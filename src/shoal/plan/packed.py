@@ -33,6 +33,8 @@ def gathered_sums(run: Run) -> int:
 
 def _packed_inputs(run: Run) -> tuple[str, ...]:
     traits, mesh = run.shape.traits, run.mesh
+    if run.shape.experts:
+        return (MLP,)  # gate_up_proj of transformers' experts
     applies = (
         run.traits.packs_projections
         and run.compiled

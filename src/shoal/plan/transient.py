@@ -1,6 +1,6 @@
 """What a block needs for a time: temporaries of its forward pass, and gradients that its backward pass frees again."""
 
-from shoal.plan.activations import block_input, has_mlp_in_place, mlp_kept, score_elements
+from shoal.plan.activations import block_input, has_mlp_in_place, mlp_kept, needed, score_elements
 from shoal.plan.blocks import linears
 from shoal.plan.layout import Counts
 from shoal.plan.run import Run
@@ -44,11 +44,17 @@ def transient_gradients(run: Run) -> Term:
     shape = run.shape
     parallel_mlp = shape.traits.parallel_residual and shape.parallel_residual
     recomputes = (run.recompute == "selective" or run.repeats_forward) and not parallel_mlp
-    recomputes = recomputes and run.compiled and not run.traits.liger_kernels
+    fuses = run.compiled and not run.traits.liger_kernels
+    # The MLP's last layer is neither trained nor adapted: a compiled kernel writes one of the gradients over another,
+    # and no input is recomputed for the gradient of a weight.
+    frozen = fuses and "inner" not in needed(run) and shape.traits.gated
+    recomputes = recomputes and fuses and not frozen
     width = run.stream_tokens * shape.hidden * run.compute_bytes
     # Of the MLP's inner activation and of what it was computed from: one kernel reads the first and writes the others.
     # A parallel MLP that was recomputed has freed one of the two by then: benchmarks/gpu/sweep_h200.
     widths = 3 if shape.traits.gated else 1 if parallel_mlp and run.repeats_forward else 2
+    if frozen:
+        widths = 2
     if has_mlp_in_place(run):
         widths = 1
     each = widths * run.layer_bytes
