@@ -197,6 +197,16 @@ def test_every_mistake_gets_a_line_of_its_own_in_the_order_of_the_file() -> None
             "model: {shape: {heads: 8, kv_heads: 3}}",
             "run.yaml:1: model.shape: 8 heads are not divisible by 3 kv_heads: make heads a multiple of kv_heads.",
         ),
+        (
+            "model: {shape: {family: gpt2, heads: 4, head_size: 32}}",
+            "run.yaml:1: model.shape: head_size (32) is not supported by the family gpt2, whose heads are hidden / "
+            "heads wide: omit head_size, or use llama, mistral or qwen3.",
+        ),
+        (
+            "model:\n  shape: {heads: 4, head_size: 31}",
+            "run.yaml:2: model.shape: The head dimension is 31, but rotary embeddings need an even one: choose other "
+            "sizes.",
+        ),
         (BASE + "parallel: {wrap: {}}", "run.yaml:2: parallel.wrap takes either min_params or classes."),
         (BASE + "data: {source: []}", "run.yaml:2: data.source is an empty list: name at least one block."),
         (

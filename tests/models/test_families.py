@@ -49,6 +49,13 @@ def test_shared_key_value_heads_are_counted_exactly(family: str) -> None:
     assert count(shape) == parameters(shape)
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_heads_of_a_size_of_their_own_are_counted_exactly(family: str) -> None:
+    sizes = {"hidden": 48, "layers": 2, "heads": 4, "kv_heads": 2, "head_size": 16, "vocab": 99, "positions": 32}
+    shape = shape_from_sizes(family, **sizes, tied=True)  # type: ignore[arg-type]
+    assert count(shape) == parameters(shape)
+
+
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_every_family_is_causal_and_the_same_in_training_as_in_evaluation(family: str) -> None:
     torch.manual_seed(0)

@@ -22,8 +22,12 @@ LLAMA_PLAN = Plan(
 )
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family("llama", LLAMA_NAMES, LLAMA_PLAN, gated=True, rotary=True, rms_norm=True, grouped=True),
-    "mistral": Family("mistral", LLAMA_NAMES, LLAMA_PLAN, gated=True, rotary=True, rms_norm=True, grouped=True),
+    "llama": Family(
+        "llama", LLAMA_NAMES, LLAMA_PLAN, gated=True, rotary=True, rms_norm=True, grouped=True, sized_heads=True
+    ),
+    "mistral": Family(
+        "mistral", LLAMA_NAMES, LLAMA_PLAN, gated=True, rotary=True, rms_norm=True, grouped=True, sized_heads=True
+    ),
     "qwen2": Family(
         "qwen2",
         LLAMA_NAMES,
@@ -44,6 +48,7 @@ FAMILIES: dict[str, Family] = {
         rotary=True,
         rms_norm=True,
         grouped=True,
+        sized_heads=True,
         head_norms=True,
         norm_eps=1e-6,
         rope_theta=1e6,

@@ -61,6 +61,7 @@ class Family:
     embedding_norm: bool = False  # between the embedding and the first block
     shared_norm: bool = False  # attention and MLP usually read the same norm, so that a block has one
     grouped: bool = False  # may have fewer key-value heads than heads
+    sized_heads: bool = False  # the size of a head may be another than hidden divided by heads
     final_norm: bool = True  # between the last block and the head
     post_norm: bool = False  # a norm of the residual stream after attention and MLP, not of what these read
     head_transform: bool = False  # the head is more than one matrix: it has a linear layer and a norm of its own

@@ -134,6 +134,7 @@ def shape_from_sizes(
     layers: int,
     heads: int,
     kv_heads: int | None = None,
+    head_size: int | None = None,
     ffn: int | None = None,
     vocab: int,
     positions: int,
@@ -145,7 +146,7 @@ def shape_from_sizes(
             f"The model family '{family}' is unknown; use one of {', '.join(BUILDABLE)}.{suggestion(family, FAMILIES)}"
         )
     sizes = {"hidden": hidden, "layers": layers, "heads": heads, "vocab": vocab, "positions": positions}
-    optional = {"kv_heads": kv_heads, "ffn": ffn}
+    optional = {"kv_heads": kv_heads, "head_size": head_size, "ffn": ffn}
     for name, size in [*sizes.items(), *((name, size) for name, size in optional.items() if size is not None)]:
         if size < 1:
             raise UserMistake(f"The model's {name} is {size}: it must be at least 1.")
@@ -160,15 +161,22 @@ def shape_from_sizes(
         vocab=vocab,
         positions=positions,
         tied=tied,
+        head_size=head_size or 0,
         norm_eps=traits.norm_eps,
         rope_theta=traits.rope_theta,
         rotary_share=traits.rotary_share,
     )
-    _refuse_contradictions(shape)
+    _refuse_contradictions(shape, sized=head_size is not None)
     return shape
 
 
-def _refuse_contradictions(shape: ModelShape) -> None:
+def _refuse_contradictions(shape: ModelShape, *, sized: bool) -> None:
+    own = sized and shape.head_size * shape.heads != shape.hidden
+    if own and not shape.traits.sized_heads:
+        raise UserMistake(
+            f"head_size ({shape.head_size}) is not supported by the family {shape.family}, whose heads are hidden / "
+            f"heads wide: omit head_size, or use {listed([name for name, one in FAMILIES.items() if one.sized_heads])}."
+        )
     if shape.hidden % shape.heads:
         raise UserMistake(
             f"hidden ({shape.hidden}) is not divisible by {shape.heads} heads: make hidden a multiple of heads."
@@ -190,7 +198,8 @@ def _refuse_contradictions(shape: ModelShape) -> None:
         return
     if shape.head_size % 2:
         raise UserMistake(
-            f"The head dimension is {shape.head_size} (hidden {shape.hidden} / heads {shape.heads}), but rotary "
+            f"The head dimension is {shape.head_size}"
+            f"{'' if own else f' (hidden {shape.hidden} / heads {shape.heads})'}, but rotary "
             f"embeddings need an even one: choose other sizes."
         )
     if int(shape.head_size * shape.rotary_share) < 1:

@@ -42,6 +42,11 @@ class ShapeConfig(Block):
     layers: Layers = Field(4, description="Number of transformer layers.")
     heads: Size = Field(8, description="Number of attention heads; must divide hidden.")
     kv_heads: Size | None = Field(None, description="Number of key/value heads; must divide heads; default: heads.")
+    head_size: Size | None = Field(
+        None,
+        description="Channels of each head, if other than hidden / heads: family llama, mistral or qwen3; default: "
+        "hidden / heads.",
+    )
     ffn: Size | None = Field(
         None,
         description="Intermediate size of the feed-forward layers; default: 4 × hidden, or 8/3 × hidden rounded up "
@@ -66,7 +71,9 @@ class ShapeConfig(Block):
 
     def _blamed(self, sentence: str) -> list[str]:
         """The keys named in a sentence, for its line number."""
-        named = [key for key in ("kv_heads", "heads", "hidden", "family") if re.search(rf"\b{key}\b", sentence)]
+        named = [
+            key for key in ("head_size", "kv_heads", "heads", "hidden", "family") if re.search(rf"\b{key}\b", sentence)
+        ]
         return [key for key in named if key in self.model_fields_set] or named
 
 
