@@ -111,12 +111,14 @@ def test_any_model_has_a_forecast_with_its_exact_parameter_count(model_type):
     assert forecast.exact == (model_type in ("gpt2", "gpt_neox")), "an approximated model is not exact"
 
 
-def test_inactive_experts_take_memory_and_no_time():
+def test_inactive_experts_take_memory_and_hardly_any_time():
     few, _ = forecast_of("mixtral", num_local_experts=4)
     many, _ = forecast_of("mixtral", num_local_experts=64)
     assert few.memory.worst.peak.tree.find("activations") == many.memory.worst.peak.tree.find("activations")
     assert many.memory.allocated > few.memory.allocated
-    assert many.speed.step.find("matmuls") == few.speed.step.find("matmuls")
+    # A token passes as many experts; tokens that are spread over more of them leave more tiles partly empty.
+    some, more = (one.speed.step.find("matmuls").amount for one in (few, many))
+    assert some < more < 1.2 * some
 
 
 def test_recompute_auto_does_nothing_for_a_model_without_blocks():

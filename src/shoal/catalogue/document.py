@@ -24,7 +24,7 @@ SHAPES = """\
 folder or cached id (`model.from`), of which it reads the config.json without torch: the types listed last are counted
 to the parameter, as `tests/catalogue/test_architectures.py` compares with transformers; any other is forecast as a
 Llama or GPT-NeoX of its sizes, and the plan says so. Of a mixture of experts, the experts that a token is not routed
-to take memory and no time.
+to take memory and hardly any time: only the tiles that they leave partly empty.
 """
 PACKING = """## Packed documents
 
