@@ -147,8 +147,11 @@ def _reserve(run: Run, rank: Rank, found: tuple[Moment, ...]) -> float:
     slack, gaps = SHARDED_SLACK if run.gathers_weights else ALLOCATOR_SLACK, 0.0
     if is_replayed(run):
         slack = 0.0
-        if not run.varied_lengths:  # which leave more
-            gaps = fragmented(run, run.gpu.memory_gib * GIB - _context(run) - side)
+        room = run.gpu.memory_gib * GIB - _context(run) - side
+        # Varied lengths leave more. On a device that is full, segments without a block in use are returned, so that a
+        # run whose tensors alone do not fit has hardly any gaps; and a replay takes time.
+        if not run.varied_lengths and main <= room:
+            gaps = fragmented(run, room)
     elif run.traits.expandable_segments:
         slack, gaps = EXPANDABLE_SLACK, gaps_between_blocks(run, rank, found)
     elif not run.gathers_weights:
