@@ -63,7 +63,7 @@ docs: reference
 # The pages that are written from code; a test compares them. A page is replaced only if its program succeeds.
 GENERATED := config.md=shoal.config.document models.md=shoal.catalogue.document \
   commands.md=shoal.cli.document json.md=shoal.cli.json_document api.md=shoal.api.document \
-  metrics.md=shoal.observe.metric_names traits.md=shoal.plan.document
+  metrics.md=shoal.observe.metric_names traits.md=shoal.plan.systems.document
 reference: $(VENV)/.installed
 	set -e; for page in $(GENERATED); do \
 	  $(BIN)/python -m $${page#*=} > docs/.page; mv docs/.page docs/$${page%%=*}; done

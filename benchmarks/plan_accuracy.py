@@ -17,12 +17,12 @@ from shoal.catalogue.gpus import LINKS, find_gpu, recognize
 from shoal.catalogue.shapes import NAMED, ModelShape
 from shoal.config.mesh import Mesh
 from shoal.plan.machine import usual_network
-from shoal.plan.memory import forecast_memory
-from shoal.plan.run import FROZEN, Adapter, Run, Trained
-from shoal.plan.speed import forecast_speed
-from shoal.plan.systems import HUGGING_FACE, LITGPT, OURS, SYSTEMS
+from shoal.plan.memory.forecast import forecast_memory
+from shoal.plan.run.run import FROZEN, Adapter, Run, Trained
+from shoal.plan.speed.forecast import forecast_speed
+from shoal.plan.systems.modelled import HUGGING_FACE, LITGPT, OURS, SYSTEMS
+from shoal.plan.systems.traits import SystemTraits
 from shoal.plan.terms import GIB, group
-from shoal.plan.traits import SystemTraits
 
 HERE = Path(__file__).parent
 FILES = ("llama.csv", "mpt.csv", "llama_held_out.csv", "mpt_held_out.csv")

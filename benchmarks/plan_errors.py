@@ -29,9 +29,9 @@ from sweeps.report import read_records
 
 from shoal.catalogue import efficiency
 from shoal.catalogue.efficiency import FAMILIES, Efficiency
-from shoal.plan.attention import FLASH_2
-from shoal.plan.host import host_seconds
-from shoal.plan.speed import forecast_speed
+from shoal.plan.speed.attention import FLASH_2
+from shoal.plan.speed.forecast import forecast_speed
+from shoal.plan.speed.host import host_seconds
 
 # The tables in docs/plan.md are between these: the three errors, and those of the sets that were held out.
 BEGIN, BEGIN_UNSEEN = "<!-- begin: benchmarks/plan_errors.py -->", "<!-- begin: benchmarks/plan_errors.py, unseen -->"

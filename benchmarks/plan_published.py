@@ -27,7 +27,11 @@ from shoal.catalogue.optimizers import OPTIMIZERS
 from shoal.catalogue.shapes import NAMED, ModelShape, block_matrices
 from shoal.config.mesh import Mesh
 from shoal.mistakes import UserMistake
-from shoal.plan.earlier import (
+from shoal.plan.machine import usual_network
+from shoal.plan.memory.forecast import forecast_memory
+from shoal.plan.run.run import FROZEN, Adapter, Run, Trained
+from shoal.plan.speed.forecast import forecast_speed
+from shoal.plan.systems.earlier import (
     BUCKET_ALL_REDUCE,
     FP32_ADAPTERS,
     FUSED_ADAMW,
@@ -38,10 +42,6 @@ from shoal.plan.earlier import (
     NOT_REENTRANT,
     WIDE_ROTARY,
 )
-from shoal.plan.machine import usual_network
-from shoal.plan.memory import forecast_memory
-from shoal.plan.run import FROZEN, Adapter, Run, Trained
-from shoal.plan.speed import forecast_speed
 from shoal.plan.terms import GIB
 
 ROOT = Path(__file__).parents[1]

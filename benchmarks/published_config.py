@@ -9,8 +9,8 @@ from shoal import api
 from shoal.catalogue.families import FAMILIES, Family
 from shoal.catalogue.shapes import NAMED
 from shoal.mistakes import UserMistake
-from shoal.plan.like import shown_value
-from shoal.plan.run import Run
+from shoal.plan.run.run import Run
+from shoal.plan.systems.like import shown_value
 
 QUANTIZE = {None: "lora", "nf4": "qlora", "fp4": "qlora", "int8": "qlora"}
 # Keys of a row whose value goes to a key of the config as it is.

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from plan_published import read_lines
 from trainer_runs import LINEAR, name, row, run_drawn
 
-from shoal.plan.memory import forecast_memory
-from shoal.plan.speed import forecast_speed
+from shoal.plan.memory.forecast import forecast_memory
+from shoal.plan.speed.forecast import forecast_speed
 from shoal.plan.terms import GIB
 
 SOURCE, SEED = "trainer-h200-drawn", 2611

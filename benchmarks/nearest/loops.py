@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from plan_accuracy import TRAITS
 
-from shoal.plan.further_systems import FURTHER
-from shoal.plan.traits import SystemTraits
+from shoal.plan.systems.further import FURTHER
+from shoal.plan.systems.traits import SystemTraits
 
 LOOPS: dict[str, SystemTraits] = {
     # Products with 2 x 2 matrices, which move about as much; bfSixteen in fms_fsdp/policies/mixed_precision.py.

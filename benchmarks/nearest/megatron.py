@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from plan_accuracy import TRAITS
 
-from shoal.plan.further_systems import FURTHER
-from shoal.plan.systems import MEGATRON
-from shoal.plan.traits import SystemTraits
+from shoal.plan.systems.further import FURTHER
+from shoal.plan.systems.modelled import MEGATRON
+from shoal.plan.systems.traits import SystemTraits
 
 ALEPH = replace(
     MEGATRON,

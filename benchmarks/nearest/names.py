@@ -1,6 +1,6 @@
 """The name that `--like` has for what a source ran, where the traits of `nearest` say more about it."""
 
-from shoal.plan.like import NAMES
+from shoal.plan.systems.like import NAMES
 
 # By how the names of `nearest` begin; the first that matches.
 BEGINNINGS = {

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from plan_accuracy import TRAITS
 
-from shoal.plan.further_systems import FURTHER
-from shoal.plan.systems import SYSTEMS, TRL
-from shoal.plan.traits import SystemTraits
+from shoal.plan.systems.further import FURTHER
+from shoal.plan.systems.modelled import SYSTEMS, TRL
+from shoal.plan.systems.traits import SystemTraits
 
 # The Trainer with bf16 weights before transformers 5.
 FOREACH = replace(TRAITS["huggingface-bf16"], foreach_step=True, logit_bytes=14.0)

@@ -3,9 +3,9 @@ of Hugging Face's Trainer that were measured on an H200.
 
     python benchmarks/plan/allocator.py
 
-Both are replays of `shoal/plan/fragmentation.py`. With varied lengths, the steps are those of LoRA runs of Hugging
-Face's models with sequences whose lengths are log-normal around a share of the limit. Writes
-`allocator.md`: the constants of `shoal/plan/memory.py`.
+Both are replays of `shoal/plan/memory/fragmentation.py`. With varied lengths, the steps are those of LoRA runs of
+Hugging Face's models with sequences whose lengths are log-normal around a share of the limit. Writes
+`allocator.md`: the constants of `shoal/plan/memory/forecast.py`.
 """
 
 import json
@@ -17,9 +17,9 @@ from pathlib import Path
 
 from shoal.catalogue.gpus import GPUS, LINKS
 from shoal.catalogue.shapes import NAMED
-from shoal.plan.fragmentation import fragmented, replay
-from shoal.plan.run import FROZEN, Adapter, Run
-from shoal.plan.systems import SYSTEMS
+from shoal.plan.memory.fragmentation import fragmented, replay
+from shoal.plan.run.run import FROZEN, Adapter, Run
+from shoal.plan.systems.modelled import SYSTEMS
 from shoal.plan.terms import GIB
 
 HERE = Path(__file__).parent

@@ -15,7 +15,7 @@ import shoal.bench.collectives_measure as measuring
 from shoal import api
 from shoal.cli import main
 from shoal.mistakes import UserMistake
-from shoal.plan.ring import OPERATIONS
+from shoal.plan.speed.ring import OPERATIONS
 from tests.harness import run_ranks
 from tests.launch.command import SHOAL, Command, Ended, descendants, environment, forked_shoal
 

@@ -8,7 +8,7 @@ import pytest
 from shoal.bench.collectives_report import CollectivesReport, Measured, Timing
 from shoal.bench.output import write_report
 from shoal.catalogue.gpus import find_link
-from shoal.plan.ring import OPERATIONS, Operation
+from shoal.plan.speed.ring import OPERATIONS, Operation
 
 MIB = 2**20
 

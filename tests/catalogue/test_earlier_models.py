@@ -14,9 +14,9 @@ from shoal.catalogue.forecast_families import CODE_FROM_HUB, FORECAST_ONLY
 from shoal.catalogue.hub_names import name_of
 from shoal.catalogue.shapes import NAMED, parameters
 from shoal.mistakes import UserMistake
-from shoal.plan.activations import block_kept
-from shoal.plan.blocks import linears
+from shoal.plan.memory.activations import block_kept
 from shoal.plan.models import shape_from_settings
+from shoal.plan.run.blocks import linears
 from tests.catalogue.forecast_only import ALIKE, config_of, counted
 from tests.plan.planning import make_run, plan
 

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.pictures.__main__ import FOLDER, PICTURES
 from benchmarks.pictures.pipeline import STAGES, idle_share, schedule
 from benchmarks.pictures.svg import COLOURS
-from shoal.plan.stages import bubble_share
+from shoal.plan.run.stages import bubble_share
 
 DOCS = FOLDER.parent
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -52,7 +52,7 @@ class Collective(NamedTuple):
 
 
 class Amount(NamedTuple):
-    """How many collectives, and their bytes: of the full tensor, as in `shoal.plan.ring`."""
+    """How many collectives, and their bytes: of the full tensor, as in `shoal.plan.speed.ring`."""
 
     number: int
     size: int

@@ -7,7 +7,7 @@ from shoal.catalogue.gpus import LINKS, find_gpu
 from shoal.catalogue.shapes import find_shape
 from shoal.config.mesh import Mesh
 from shoal.plan.report import Plan
-from shoal.plan.run import Run
+from shoal.plan.run.run import Run
 
 EIGHT_H100 = ("hardware.gpu=h100-80gb", "hardware.devices=8")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shoal.plan.memory import forecast_memory
-from shoal.plan.systems import OURS
+from shoal.plan.memory.forecast import forecast_memory
+from shoal.plan.systems.modelled import OURS
 from shoal.plan.terms import GIB
 
 ROOT = Path(__file__).parents[2]

@@ -4,8 +4,8 @@ import pytest
 
 from shoal import api
 from shoal.mistakes import UserMistake
-from shoal.plan.layout import Rank
 from shoal.plan.report import Plan
+from shoal.plan.run.layout import Rank
 
 GPT3 = "model.shape={family: gpt2, hidden: 12288, layers: 96, heads: 96, vocab: 51200, positions: 2048}"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.plan.compute import block_compute
+from shoal.plan.speed.compute import block_compute
 from tests.plan.planning import make_run, plan
 
 GIB = 1024**3

@@ -13,7 +13,7 @@ from shoal.mistakes import UserMistake
 from shoal.plan.advise import Question, savings
 from shoal.plan.decide import choose
 from shoal.plan.machine import machine_at_hand, read_machine
-from shoal.plan.memory import forecast_memory
+from shoal.plan.memory.forecast import forecast_memory
 from shoal.plan.models import read_shape
 from shoal.plan.terms import GIB
 from tests.plan.planning import plan
@@ -240,6 +240,15 @@ def test_the_choice_takes_less_than_a_second_of_cpu_time(overrides):
     )  # fmt: skip
     began = time.process_time()
     choose(config, read_shape(config.model), machine_at_hand("NVIDIA H200", 139.8, devices=8, nodes=16))
+    assert time.process_time() - began < 1.0
+
+
+def test_what_helps_another_system_that_does_not_fit_takes_less_than_a_second_of_cpu_time():
+    asked = "model.shape=llama3-70b", "hardware.gpu=a100-40gb", "hardware.devices=8", "train.global_batch=64"
+    began = time.process_time()
+    found = plan(*asked, system="axolotl")
+    assert not found.as_dict()["fits"]
+    assert found.changes
     assert time.process_time() - began < 1.0
 
 

@@ -7,13 +7,13 @@ import pytest
 from shoal.catalogue.efficiency import FAMILIES, efficiency
 from shoal.catalogue.gpus import GPUS
 from shoal.catalogue.shapes import parameters
-from shoal.plan.adapters import dequantization_seconds
-from shoal.plan.attention import attention_seconds
-from shoal.plan.cache import cached_rate
-from shoal.plan.compute import block_compute, optimizer_seconds
-from shoal.plan.kernels import bandwidth, matmul_seconds, streamed_bandwidth
-from shoal.plan.run import FROZEN, Adapter, Run
-from shoal.plan.systems import SYSTEMS
+from shoal.plan.run.run import FROZEN, Adapter, Run
+from shoal.plan.speed.adapters import dequantization_seconds
+from shoal.plan.speed.attention import attention_seconds
+from shoal.plan.speed.cache import cached_rate
+from shoal.plan.speed.compute import block_compute, optimizer_seconds
+from shoal.plan.speed.kernels import bandwidth, matmul_seconds, streamed_bandwidth
+from shoal.plan.systems.modelled import SYSTEMS
 from tests.plan.planning import make_run
 
 HUGGING_FACE = SYSTEMS["huggingface"]

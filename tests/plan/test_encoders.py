@@ -22,7 +22,7 @@ def test_an_encoder_has_the_measured_speed_and_memory(case):
 
 def test_a_compiled_post_norm_block_saves_both_norm_inputs_and_a_matmul_output():
     """As traced with inductor: fp32, fp32 and bf16; with dropout two masks of a byte in place of the last."""
-    from shoal.plan.activations import block_kept
+    from shoal.plan.memory.activations import block_kept
 
     def saved(**settings: object) -> dict[str, float]:
         run = make_run("bert-base", "h200", length=512, micro_batch=64, precision="bf16-mixed", **settings)

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from shoal import api
-from shoal.plan.memory import Memory
+from shoal.plan.memory.forecast import Memory
 from shoal.plan.resolved import ResolvedRun
-from shoal.plan.run import Run
+from shoal.plan.run.run import Run
 from shoal.plan.terms import GIB
 
 LORA = {"kind": "lora", "rank": 16, "alpha": 16}

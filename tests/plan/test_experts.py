@@ -9,9 +9,9 @@ import pytest
 
 from shoal import api
 from shoal.catalogue.model_shape import ModelShape, experts
-from shoal.plan.blocks import Linear
-from shoal.plan.linear import linear_seconds
-from shoal.plan.run import Run
+from shoal.plan.run.blocks import Linear
+from shoal.plan.run.run import Run
+from shoal.plan.speed.linear import linear_seconds
 
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "gpu" / "grouped_matmuls_h200" / "grouped_matmuls.json"
 PLAN = {

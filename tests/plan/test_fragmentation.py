@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from shoal.plan.fragmentation import fragmented, is_replayed
-from shoal.plan.memory import forecast_memory
-from shoal.plan.run import FROZEN, Adapter, Run
-from shoal.plan.segments import MIB, Allocator
-from shoal.plan.systems import SYSTEMS
+from shoal.plan.memory.forecast import forecast_memory
+from shoal.plan.memory.fragmentation import fragmented, is_replayed
+from shoal.plan.memory.segments import MIB, Allocator
+from shoal.plan.run.run import FROZEN, Adapter, Run
+from shoal.plan.systems.modelled import SYSTEMS
 from shoal.plan.terms import GIB
 from tests.plan.planning import make_run
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from shoal.catalogue.gpus import GPUS
-from shoal.plan.host import host_seconds
-from shoal.plan.speed import forecast_speed
-from shoal.plan.systems import SYSTEMS
+from shoal.plan.speed.forecast import forecast_speed
+from shoal.plan.speed.host import host_seconds
+from shoal.plan.systems.modelled import SYSTEMS
 from tests.plan.planning import make_run
 from tests.plan.test_other_systems import HUGGING_FACE, MEGATRON, seconds, term
 

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shoal.catalogue.gpus import GPUS
-from shoal.plan.compute import block_compute
-from shoal.plan.host import GAP, host_seconds
-from shoal.plan.launched import block_operations
-from shoal.plan.speed import forecast_speed
-from shoal.plan.systems import SYSTEMS
+from shoal.plan.speed.compute import block_compute
+from shoal.plan.speed.forecast import forecast_speed
+from shoal.plan.speed.host import GAP, host_seconds
+from shoal.plan.speed.launched import block_operations
+from shoal.plan.systems.modelled import SYSTEMS
 from tests.plan.planning import make_run
 
 ROOT = Path(__file__).parents[2]

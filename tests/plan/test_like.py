@@ -8,11 +8,11 @@ import pytest
 from shoal import api
 from shoal.catalogue.gpus import GPUS
 from shoal.mistakes import UserMistake
-from shoal.plan.document import document, meanings
-from shoal.plan.earlier import as_of
-from shoal.plan.like import NAMES, read_like, shown_value
 from shoal.plan.report import Plan
-from shoal.plan.traits import SystemTraits
+from shoal.plan.systems.document import document, meanings
+from shoal.plan.systems.earlier import as_of
+from shoal.plan.systems.like import NAMES, read_like, shown_value
+from shoal.plan.systems.traits import SystemTraits
 
 PAGE = Path(__file__).parents[2] / "docs" / "traits.md"
 RUN = ("data.max_length=2048", "train.global_batch=64", "hardware.devices=8")

@@ -8,13 +8,13 @@ import pytest
 from shoal.catalogue.gpus import GPUS
 from shoal.catalogue.shapes import NAMED, ModelShape, parameters
 from shoal.config.mesh import Mesh
-from shoal.plan.blocks import linears
-from shoal.plan.head import head
-from shoal.plan.layout import count, ranks
-from shoal.plan.memory import forecast_memory
-from shoal.plan.run import FROZEN, Adapter, Run
-from shoal.plan.states import states
-from shoal.plan.systems import DEEPSPEED
+from shoal.plan.memory.forecast import forecast_memory
+from shoal.plan.memory.head import head
+from shoal.plan.memory.states import states
+from shoal.plan.run.blocks import linears
+from shoal.plan.run.layout import count, ranks
+from shoal.plan.run.run import FROZEN, Adapter, Run
+from shoal.plan.systems.modelled import DEEPSPEED
 from shoal.plan.terms import GIB
 from tests.plan.planning import EIGHT_H100, leaves, make_run, plan, reserved
 

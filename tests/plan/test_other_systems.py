@@ -7,13 +7,13 @@ import pytest
 from shoal.catalogue.efficiency import MATMULS, efficiency
 from shoal.catalogue.gpus import GPUS, LINKS, find_gpu
 from shoal.config.mesh import Mesh
-from shoal.plan.blocks import linears
-from shoal.plan.communication import Group, contention, straggling
-from shoal.plan.memory import forecast_memory
-from shoal.plan.offload import STEP_BYTES, host_adam
-from shoal.plan.run import FROZEN, Adapter, Run
-from shoal.plan.speed import Speed, forecast_speed
-from shoal.plan.systems import SYSTEMS
+from shoal.plan.memory.forecast import forecast_memory
+from shoal.plan.run.blocks import linears
+from shoal.plan.run.run import FROZEN, Adapter, Run
+from shoal.plan.speed.communication import Group, contention, straggling
+from shoal.plan.speed.forecast import Speed, forecast_speed
+from shoal.plan.speed.offload import STEP_BYTES, host_adam
+from shoal.plan.systems.modelled import SYSTEMS
 from shoal.plan.terms import GIB
 from tests.plan.planning import make_run, plan
 

@@ -8,13 +8,13 @@ import pytest
 from shoal.catalogue.gpus import GPUS, LINKS
 from shoal.catalogue.shapes import parameters
 from shoal.config.mesh import Mesh
-from shoal.plan.communication import Group, collective_seconds, exposed_reduction, ring_speed
-from shoal.plan.kernels import STREAMED
-from shoal.plan.ring import Operation
-from shoal.plan.run import Run
-from shoal.plan.speed import forecast_speed
-from shoal.plan.systems import SYSTEMS
-from shoal.plan.traits import SystemTraits
+from shoal.plan.run.run import Run
+from shoal.plan.speed.communication import Group, collective_seconds, exposed_reduction, ring_speed
+from shoal.plan.speed.forecast import forecast_speed
+from shoal.plan.speed.kernels import STREAMED
+from shoal.plan.speed.ring import Operation
+from shoal.plan.systems.modelled import SYSTEMS
+from shoal.plan.systems.traits import SystemTraits
 from tests.plan.planning import make_run
 from tests.plan.test_other_systems import term
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.plan.ring import OPERATIONS, ring_factor, ring_seconds
+from shoal.plan.speed.ring import OPERATIONS, ring_factor, ring_seconds
 
 
 @pytest.mark.parametrize(

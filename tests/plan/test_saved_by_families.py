@@ -7,8 +7,8 @@ import torch
 
 from shoal.catalogue.gpus import LINKS, find_gpu
 from shoal.catalogue.shapes import ModelShape, shape_from_sizes
-from shoal.plan.activations import block_kept
-from shoal.plan.run import Run
+from shoal.plan.memory.activations import block_kept
+from shoal.plan.run.run import Run
 from tests.catalogue.forecast_only import config_of
 from tests.plan.test_saved_tensors import LENGTH, MICRO_BATCH, saved_bytes
 

@@ -7,9 +7,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shoal.catalogue.gpus import LINKS, find_gpu
 from shoal.catalogue.shapes import shape_from_sizes
-from shoal.plan.activations import block_kept
-from shoal.plan.run import FROZEN, Adapter, Run
-from shoal.plan.systems import SYSTEMS
+from shoal.plan.memory.activations import block_kept
+from shoal.plan.run.run import FROZEN, Adapter, Run
+from shoal.plan.systems.modelled import SYSTEMS
 from tests.plan.test_saved_tensors import saved_bytes
 
 EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

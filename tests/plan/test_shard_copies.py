@@ -10,13 +10,13 @@ import pytest
 from shoal.catalogue.gpus import GPUS
 from shoal.catalogue.shapes import parameters
 from shoal.config.mesh import Mesh
-from shoal.plan.copies import COPIED, block_collectives, shard_copies
-from shoal.plan.eager import Kernel, kernel_seconds
-from shoal.plan.kernels import contiguous_rate
-from shoal.plan.layout import ranks_of
-from shoal.plan.run import FROZEN, Adapter, Run
-from shoal.plan.speed import forecast_speed
-from shoal.plan.systems import SYSTEMS
+from shoal.plan.run.layout import ranks_of
+from shoal.plan.run.run import FROZEN, Adapter, Run
+from shoal.plan.speed.copies import COPIED, block_collectives, shard_copies
+from shoal.plan.speed.eager import Kernel, kernel_seconds
+from shoal.plan.speed.forecast import forecast_speed
+from shoal.plan.speed.kernels import contiguous_rate
+from shoal.plan.systems.modelled import SYSTEMS
 from tests.plan.planning import make_run
 from tests.plan.test_other_systems import term
 

@@ -7,14 +7,14 @@ import pytest
 from shoal.catalogue.efficiency import relative_rate
 from shoal.catalogue.gpus import GPUS
 from shoal.config.mesh import Mesh
-from shoal.plan.communication import Group, ring_speed
-from shoal.plan.kernels import bandwidth, matmul_seconds
-from shoal.plan.layout import different_ranks, ranks_of
-from shoal.plan.memory import forecast_memory
-from shoal.plan.run import Run
-from shoal.plan.speed import forecast_speed
-from shoal.plan.states import trained_parameters
-from shoal.plan.systems import MEGATRON, SYSTEMS
+from shoal.plan.memory.forecast import forecast_memory
+from shoal.plan.memory.states import trained_parameters
+from shoal.plan.run.layout import different_ranks, ranks_of
+from shoal.plan.run.run import Run
+from shoal.plan.speed.communication import Group, ring_speed
+from shoal.plan.speed.forecast import forecast_speed
+from shoal.plan.speed.kernels import bandwidth, matmul_seconds
+from shoal.plan.systems.modelled import MEGATRON, SYSTEMS
 from tests.plan.planning import make_run
 
 

@@ -11,12 +11,12 @@ from shoal.catalogue.gpus import GPUS
 from shoal.catalogue.shapes import block_matrices, shape_from_sizes
 from shoal.config.mesh import Mesh
 from shoal.models.families import transformers_config
-from shoal.plan.communication import collective_seconds, rank_group
-from shoal.plan.compute import head_seconds
 from shoal.plan.render import plan_text
-from shoal.plan.run import FROZEN
-from shoal.plan.speed import flops_per_token, forecast_speed
-from shoal.plan.systems import SYSTEMS
+from shoal.plan.run.run import FROZEN
+from shoal.plan.speed.communication import collective_seconds, rank_group
+from shoal.plan.speed.compute import head_seconds
+from shoal.plan.speed.forecast import flops_per_token, forecast_speed
+from shoal.plan.systems.modelled import SYSTEMS
 from tests.plan.planning import make_run, plan, tokens_per_second
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.plan.stages import bubble_share, divide_blocks
+from shoal.plan.run.stages import bubble_share, divide_blocks
 
 
 @pytest.mark.parametrize(

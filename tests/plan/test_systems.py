@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.plan.compute import head_seconds
-from shoal.plan.systems import DEFAULTS, SYSTEMS
+from shoal.plan.speed.compute import head_seconds
+from shoal.plan.systems.modelled import DEFAULTS, SYSTEMS
 from shoal.plan.terms import GIB
 from tests.plan.planning import EIGHT_H100, plan
 

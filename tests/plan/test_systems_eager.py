@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from shoal.catalogue.efficiency import MULTIPROCESSORS, clock
-from shoal.plan.compute import block_compute, head_seconds
-from shoal.plan.eager import UNROLLED_RATE
-from shoal.plan.launched import ROTARY, block_operations
-from shoal.plan.memory import forecast_memory
-from shoal.plan.run import FROZEN, Adapter, Run
-from shoal.plan.speed import forecast_speed
-from shoal.plan.systems import SYSTEMS
+from shoal.plan.memory.forecast import forecast_memory
+from shoal.plan.run.run import FROZEN, Adapter, Run
+from shoal.plan.speed.compute import block_compute, head_seconds
+from shoal.plan.speed.eager import UNROLLED_RATE
+from shoal.plan.speed.forecast import forecast_speed
+from shoal.plan.speed.launched import ROTARY, block_operations
+from shoal.plan.systems.modelled import SYSTEMS
 from tests.plan.planning import make_run
 from tests.plan.test_launched import Operations
 

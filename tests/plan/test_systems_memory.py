@@ -10,13 +10,13 @@ import pytest
 from shoal.catalogue.gpus import GPUS
 from shoal.catalogue.shapes import parameters
 from shoal.config.mesh import Mesh
-from shoal.plan.head import head
-from shoal.plan.memory import forecast_memory
-from shoal.plan.run import FROZEN, Adapter, Run
-from shoal.plan.systems import SYSTEMS
+from shoal.plan.memory.forecast import forecast_memory
+from shoal.plan.memory.head import head
+from shoal.plan.memory.transient import left_by_forward
+from shoal.plan.run.run import FROZEN, Adapter, Run
+from shoal.plan.systems.modelled import SYSTEMS
+from shoal.plan.systems.traits import SystemTraits
 from shoal.plan.terms import GIB, Term
-from shoal.plan.traits import SystemTraits
-from shoal.plan.transient import left_by_forward
 from tests.plan.planning import make_run, plan
 
 ROOT = Path(__file__).parents[2]
@@ -212,7 +212,7 @@ def test_linear_layers_of_experts_are_quantized_too() -> None:
 
 
 def test_memory_that_is_planned_ahead_has_no_gaps() -> None:
-    run = make_run("llama2-7b", strategy="ddp", mesh=Mesh(dp_shard=8), traits=SystemTraits())
+    run = make_run("tinyllama-1.1b", strategy="ddp", mesh=Mesh(dp_shard=8), traits=SystemTraits())
     planned = forecast_memory(run.with_(traits=SystemTraits(planned_memory=True)))
     assert planned.reserved == planned.allocated
     assert forecast_memory(run).reserved > forecast_memory(run).allocated

@@ -9,15 +9,15 @@ from shoal.catalogue.efficiency import efficiency
 from shoal.catalogue.gpus import LINKS, find_gpu
 from shoal.catalogue.shapes import parameters
 from shoal.config.mesh import Mesh
-from shoal.plan.communication import Group, collective_seconds
-from shoal.plan.compute import block_compute
-from shoal.plan.layout import ranks_of
-from shoal.plan.memory import forecast_memory
-from shoal.plan.run import Run
-from shoal.plan.speed import forecast_speed
-from shoal.plan.systems import SYSTEMS
+from shoal.plan.memory.forecast import forecast_memory
+from shoal.plan.run.layout import ranks_of
+from shoal.plan.run.run import Run
+from shoal.plan.speed.communication import Group, collective_seconds
+from shoal.plan.speed.compute import block_compute
+from shoal.plan.speed.forecast import forecast_speed
+from shoal.plan.systems.modelled import SYSTEMS
+from shoal.plan.systems.traits import SystemTraits
 from shoal.plan.terms import GIB
-from shoal.plan.traits import SystemTraits
 from tests.plan.planning import make_run, plan
 from tests.plan.test_other_systems import term
 from tests.plan.test_systems_memory import at

@@ -9,21 +9,21 @@ import pytest
 from shoal.catalogue.gpus import GPUS, LINKS, find_gpu
 from shoal.catalogue.shapes import parameters
 from shoal.config.mesh import Mesh
-from shoal.plan.activations import block_kept
-from shoal.plan.adapters import dequantization_seconds
-from shoal.plan.attention import attention_seconds, score_kernels
-from shoal.plan.blocks import linears
-from shoal.plan.communication import Group, collective_seconds, ring_speed
-from shoal.plan.compute import block_compute, head_seconds, optimizer_seconds
-from shoal.plan.eager import kernel_seconds
-from shoal.plan.head import fused_rows
-from shoal.plan.host import host_seconds, launch_gaps
-from shoal.plan.kernels import contiguous_rate, matmul_seconds
-from shoal.plan.layout import ranks_of
-from shoal.plan.run import FROZEN, Adapter, Run
-from shoal.plan.speed import forecast_speed
-from shoal.plan.states import optimizer_bytes
-from shoal.plan.systems import SYSTEMS
+from shoal.plan.memory.activations import block_kept
+from shoal.plan.memory.head import fused_rows
+from shoal.plan.memory.states import optimizer_bytes
+from shoal.plan.run.blocks import linears
+from shoal.plan.run.layout import ranks_of
+from shoal.plan.run.run import FROZEN, Adapter, Run
+from shoal.plan.speed.adapters import dequantization_seconds
+from shoal.plan.speed.attention import attention_seconds, score_kernels
+from shoal.plan.speed.communication import Group, collective_seconds, ring_speed
+from shoal.plan.speed.compute import block_compute, head_seconds, optimizer_seconds
+from shoal.plan.speed.eager import kernel_seconds
+from shoal.plan.speed.forecast import forecast_speed
+from shoal.plan.speed.host import host_seconds, launch_gaps
+from shoal.plan.speed.kernels import contiguous_rate, matmul_seconds
+from shoal.plan.systems.modelled import SYSTEMS
 from tests.plan.planning import make_run
 from tests.plan.test_other_systems import DEEPSPEED, HUGGING_FACE, LINEARS, MEGATRON, adapted, seconds, term
 

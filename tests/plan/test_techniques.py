@@ -10,15 +10,15 @@ from shoal.catalogue.shapes import find_shape
 from shoal.config.load import load_config
 from shoal.config.mesh import Mesh
 from shoal.mistakes import UserMistake
-from shoal.plan.activations import block_input, block_kept, block_without_parts
-from shoal.plan.blocks import linears
-from shoal.plan.layout import micro_batches_in_flight, ranks
-from shoal.plan.memory import forecast_memory
-from shoal.plan.moments import moments
-from shoal.plan.run import Run
-from shoal.plan.speed import forecast_speed
-from shoal.plan.states import optimizer_bytes, states
-from shoal.plan.systems import DEEPSPEED, OURS
+from shoal.plan.memory.activations import block_input, block_kept, block_without_parts
+from shoal.plan.memory.forecast import forecast_memory
+from shoal.plan.memory.moments import moments
+from shoal.plan.memory.states import optimizer_bytes, states
+from shoal.plan.run.blocks import linears
+from shoal.plan.run.layout import micro_batches_in_flight, ranks
+from shoal.plan.run.run import Run
+from shoal.plan.speed.forecast import forecast_speed
+from shoal.plan.systems.modelled import DEEPSPEED, OURS
 from tests.plan.planning import make_run, plan
 
 LONG = {"length": 8192, "micro_batch": 2}

@@ -16,7 +16,7 @@ from shoal.parallel.collectives import all_gather_single as all_gather
 from shoal.parallel.collectives import reduce_scatter_single as reduce_scatter
 from shoal.parallel.device import describe_machine
 from shoal.parallel.ranks import Ranks
-from shoal.plan.ring import OPERATIONS, Operation
+from shoal.plan.speed.ring import OPERATIONS, Operation
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # A sample is as many consecutive calls as take this long, so that clock resolution and rank skew are negligible.

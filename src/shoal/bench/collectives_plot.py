@@ -4,7 +4,7 @@ import io
 
 from shoal.bench.collectives_report import CollectivesReport
 from shoal.bench.sizes import show_size
-from shoal.plan.ring import OPERATIONS
+from shoal.plan.speed.ring import OPERATIONS
 
 # Colour-blind safe, with distinct markers for print.
 STYLES = dict(zip(OPERATIONS, (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^")), strict=True))

@@ -8,7 +8,7 @@ from shoal.bench.fit import Fit, fit_link
 from shoal.bench.output import envelope
 from shoal.bench.sizes import show_seconds, show_size, show_speed
 from shoal.catalogue.gpus import Link
-from shoal.plan.ring import OPERATIONS, Operation, ring_factor, ring_seconds
+from shoal.plan.speed.ring import OPERATIONS, Operation, ring_factor, ring_seconds
 
 
 @dataclass(frozen=True)

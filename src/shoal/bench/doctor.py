@@ -25,9 +25,9 @@ from shoal.launch.doctor.software import versions
 from shoal.observe.progress import Reporter
 from shoal.parallel.device import inspect_device
 from shoal.parallel.ranks import Ranks
-from shoal.plan.communication import Group, collective_seconds
 from shoal.plan.machine import Machine, machine_at_hand
-from shoal.plan.ring import ring_factor
+from shoal.plan.speed.communication import Group, collective_seconds
+from shoal.plan.speed.ring import ring_factor
 
 LARGEST_ON_CUDA, LARGEST_ON_CPU = 256 * 2**20, 16 * 2**20
 QUICK = Request(repeat=5, seconds=0.2)

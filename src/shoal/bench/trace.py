@@ -37,7 +37,7 @@ from shoal.parallel.model import ParallelModel
 from shoal.parallel.ranks import Ranks
 from shoal.plan.from_config import has_documents
 from shoal.plan.resolved import ResolvedRun
-from shoal.plan.run import Run
+from shoal.plan.run.run import Run
 from shoal.train.build import build, keep_low_precision_gradients
 from shoal.train.step import TrainStep
 

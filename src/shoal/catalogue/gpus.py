@@ -74,7 +74,7 @@ LINKS: dict[str, Link] = {
         Link("pcie4", 31.5e9, 10e-6),
         Link("pcie5", 63e9, 10e-6),
         # The same between cards that cannot access each other's memory, so that every byte passes that of the host:
-        # what an all-gather is measured to reach (see plan/communication.py).
+        # what an all-gather is measured to reach (see plan/speed/communication.py).
         Link("pcie-host", 7.7e9, 10e-6),
         # One port per GPU.
         Link("infiniband-hdr", 25e9, 10e-6),

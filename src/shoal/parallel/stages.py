@@ -13,7 +13,7 @@ from shoal.catalogue.families import find_plan
 from shoal.models.anatomy import Anatomy, matmul_parameters
 from shoal.parallel.parallel_dims import ParallelDims
 from shoal.plan.check import check_rounds, check_stages
-from shoal.plan.stages import divide_blocks
+from shoal.plan.run.stages import divide_blocks
 
 
 class OnAnotherStage(nn.Module):

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.plan.run import Run
-from shoal.plan.systems import OURS
+from shoal.plan.run.run import Run
+from shoal.plan.systems.modelled import OURS
 
 
 @dataclass(frozen=True)

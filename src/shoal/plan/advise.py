@@ -15,13 +15,13 @@ from shoal.config.unbuilt import find_unbuilt
 from shoal.mistakes import UserMistake
 from shoal.plan.check import is_trainable
 from shoal.plan.decide import choose
-from shoal.plan.fragmentation import is_replayed
 from shoal.plan.from_config import choose_loss
 from shoal.plan.machine import Machine
+from shoal.plan.memory.fragmentation import is_replayed
 from shoal.plan.resolved import ResolvedRun, fits
-from shoal.plan.systems import OURS
+from shoal.plan.systems.modelled import OURS
+from shoal.plan.systems.traits import SystemTraits
 from shoal.plan.terms import GIB
-from shoal.plan.traits import SystemTraits
 
 # From this sequence length on, context parallelism is offered.
 LONG = 32_768

@@ -15,11 +15,11 @@ from shoal.catalogue.strategies import find_strategy
 from shoal.config.combinations import find_combinations
 from shoal.config.schema import AdapterConfig, Config, RecomputeConfig, WrapConfig
 from shoal.mistakes import UserMistake, suggestion
-from shoal.plan.blocks import linears
 from shoal.plan.from_config import has_documents, is_adapted, selects
-from shoal.plan.layout import stages_each
 from shoal.plan.machine import Machine
 from shoal.plan.resolved import ResolvedRun
+from shoal.plan.run.blocks import linears
+from shoal.plan.run.layout import stages_each
 
 MOMENT_BLOCK = 256  # elements that share a scale of an 8-bit moment: as models/tensor_slices.py
 QUANTIZED_FROM = 4096  # elements of a matrix whose moments have 8 bits: as optim/eight_bit.py

@@ -29,13 +29,13 @@ from shoal.plan.check import check_choice, check_model, is_trainable
 from shoal.plan.from_config import Execution, effective_strategy, make_run, read_recompute
 from shoal.plan.goodput import forecast_goodput
 from shoal.plan.machine import Machine
-from shoal.plan.memory import forecast_memory
+from shoal.plan.memory.forecast import forecast_memory
 from shoal.plan.resolved import ResolvedRun, fits
-from shoal.plan.run import Run
-from shoal.plan.speed import forecast_speed
-from shoal.plan.systems import OURS
+from shoal.plan.run.run import Run
+from shoal.plan.speed.forecast import forecast_speed
+from shoal.plan.systems.modelled import OURS
+from shoal.plan.systems.traits import SystemTraits
 from shoal.plan.terms import GIB
-from shoal.plan.traits import SystemTraits
 
 # On a CPU nothing overlaps, so micro-batches beyond a few sequences only take memory.
 MAX_CPU_MICRO_BATCH = 8

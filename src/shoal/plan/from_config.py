@@ -15,14 +15,14 @@ from shoal.config.reference import switches_adapter_off
 from shoal.config.schema import AdapterConfig, Config, OffloadConfig, RecomputeConfig
 from shoal.mistakes import UserMistake
 from shoal.plan.batches import nearest_multiples
-from shoal.plan.blocks import linears
-from shoal.plan.frozen import also_trained_shares, unfrozen_shares
-from shoal.plan.head import CHUNK_LOGITS
 from shoal.plan.machine import Machine
+from shoal.plan.memory.head import CHUNK_LOGITS
 from shoal.plan.models import drops_attention, has_dropout
-from shoal.plan.run import Adapter, Run, Trained
-from shoal.plan.systems import OURS
-from shoal.plan.traits import SystemTraits
+from shoal.plan.run.blocks import linears
+from shoal.plan.run.frozen import also_trained_shares, unfrozen_shares
+from shoal.plan.run.run import Adapter, Run, Trained
+from shoal.plan.systems.modelled import OURS
+from shoal.plan.systems.traits import SystemTraits
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 # PowerSGD communicates two low-rank factors instead of a gradient: a small share for large matrices.

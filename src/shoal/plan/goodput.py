@@ -21,11 +21,11 @@ from typing import Any
 from shoal.config.schema import Config
 from shoal.config.schema_run import CheckpointConfig, HardwareConfig
 from shoal.plan.batches import divisors
-from shoal.plan.layout import ranks
 from shoal.plan.machine import Machine
-from shoal.plan.offload import HOST_LINK_SHARE
-from shoal.plan.run import Run
-from shoal.plan.states import saved_bytes
+from shoal.plan.memory.states import saved_bytes
+from shoal.plan.run.layout import ranks
+from shoal.plan.run.run import Run
+from shoal.plan.speed.offload import HOST_LINK_SHARE
 
 HOUR, DAY = 3600.0, 86400.0
 # Device hours between interruptions. The Llama 3 Herd of Models (2024), section 3.3.4: 419 unexpected interruptions in

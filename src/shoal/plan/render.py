@@ -5,7 +5,7 @@ from shoal.plan.advise import Change
 from shoal.plan.goodput import DAY
 from shoal.plan.report import Plan
 from shoal.plan.resolved import ResolvedRun, shown_recompute
-from shoal.plan.speed import replays_graphs
+from shoal.plan.speed.forecast import replays_graphs
 from shoal.plan.terms import GIB, Term
 
 SHORT = 120  # seconds of a run, below which nobody asks about interruptions

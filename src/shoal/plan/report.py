@@ -19,14 +19,14 @@ from shoal.plan.check import find_refused
 from shoal.plan.decide import choose
 from shoal.plan.from_config import plan_attention
 from shoal.plan.goodput import Goodput
-from shoal.plan.layout import ranks
-from shoal.plan.like import Like, read_like
 from shoal.plan.machine import Machine, read_machine
+from shoal.plan.memory.states import trained_parameters
 from shoal.plan.models import read_shape, unknown_architecture
 from shoal.plan.resolved import ResolvedRun, shown_recompute
-from shoal.plan.speed import replays_graphs
-from shoal.plan.states import trained_parameters
-from shoal.plan.systems import ENGINES
+from shoal.plan.run.layout import ranks
+from shoal.plan.speed.forecast import replays_graphs
+from shoal.plan.systems.like import Like, read_like
+from shoal.plan.systems.modelled import ENGINES
 from shoal.plan.terms import GIB
 from shoal.plan.unintended import unintended
 

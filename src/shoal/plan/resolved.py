@@ -9,9 +9,9 @@ from shoal.config.mesh import CONFIGURED_AXES, Mesh
 from shoal.config.schema import Config
 from shoal.plan.goodput import Goodput, forecast_goodput
 from shoal.plan.machine import Machine
-from shoal.plan.memory import Memory, forecast_memory
-from shoal.plan.run import Run
-from shoal.plan.speed import Speed, forecast_speed
+from shoal.plan.memory.forecast import Memory, forecast_memory
+from shoal.plan.run.run import Run
+from shoal.plan.speed.forecast import Speed, forecast_speed
 from shoal.plan.terms import GIB
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from shoal.plan.resolved import ResolvedRun
-from shoal.plan.stages import bubble_share
+from shoal.plan.run.stages import bubble_share
 
 NOT_COMPILED = "train.recompute cheap has no effect: it is a choice of the compiler, and blocks are not compiled here."
 

@@ -20,7 +20,7 @@ from shoal.parallel.deepspeed import EngineModel, engine_settings, start_all_red
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.ranks import Ranks
 from shoal.plan.resolved import ResolvedRun
-from shoal.plan.speed import replays_graphs
+from shoal.plan.speed.forecast import replays_graphs
 from shoal.resilience.health import SpikeGuard
 from shoal.train.engine_step import EngineStep
 from shoal.train.step import TrainStep

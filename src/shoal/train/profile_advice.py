@@ -19,8 +19,8 @@ from shoal.observe.profile.classify import (
     TERMS,
 )
 from shoal.plan.advise import Question
-from shoal.plan.compute import block_compute
 from shoal.plan.resolved import ResolvedRun
+from shoal.plan.speed.compute import block_compute
 
 # The plan's leaf → the profile's term. Collectives that overlap with kernels slow those down.
 FORECAST = {

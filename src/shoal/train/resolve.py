@@ -20,7 +20,7 @@ from shoal.plan.from_model import Counted, shape_of_model
 from shoal.plan.machine import Machine, host_memory_gib, machine_at_hand
 from shoal.plan.report import memory_of, speed_of
 from shoal.plan.resolved import ResolvedRun
-from shoal.plan.systems import ENGINES, SYSTEMS
+from shoal.plan.systems.modelled import ENGINES, SYSTEMS
 
 SHRUNK = "as before, with a smaller micro-batch after running out of memory"
 

@@ -1,0 +1,367 @@
+"""Activation memory of one block: the tensors that autograd saves for the backward pass.
+
+Autograd saves what the gradient formulas need. A trained linear layer needs its input; attention needs queries, keys,
+values and its output; a norm needs its input; an activation function needs its input, and an elementwise multiplication
+both factors. A compiled block recomputes cheap elementwise results from what it saves, but never an input that a matmul
+reads in the backward pass.
+"""
+
+import math
+
+from shoal.catalogue.architectures import architecture_of
+from shoal.catalogue.model_shape import ModelShape
+from shoal.plan.memory.states import adapted
+from shoal.plan.run.blocks import Linear, linears
+from shoal.plan.run.run import Run
+from shoal.plan.terms import Term, group, leaf
+
+# The names that `Linear.reads` gives the outputs of norms.
+NORMS = {"norm", "second norm"}
+
+
+def block_kept(run: Run) -> Term:
+    """Bytes that a block saves per micro-batch without activation checkpointing."""
+    full, local = run.tokens, run.tokens / run.mesh.tp
+    parts = *_norms(run, run.stream_tokens), *_inputs(run, full), *_attention(run, full), *_mlp(run, local), *_dora(run)
+    # Autocast keeps its copies of weights that are trained, and the backward pass frees them with the others. Of frozen
+    # ones every layer saves a copy of its own.
+    copies = 0.0
+    if run.casts_weights and run.adapter is not None:
+        copies = sum(one.parameters for one in linears(run.shape)) / run.mesh.tp * run.compute_bytes
+    return group("block", *parts, *_routed(run, full), leaf("frozen weights in compute dtype", copies))
+
+
+def block_input(run: Run) -> float:
+    """Bytes that a fully checkpointed block saves: its input."""
+    return run.stream_tokens * run.shape.hidden * run.residual_bytes
+
+
+def buffer_bytes(run: Run) -> float:
+    """Bytes of the pinned buffer for one block input: torch rounds pinned memory up to a power of two."""
+    return float(2 ** math.ceil(math.log2(max(1.0, block_input(run)))))
+
+
+def block_without_parts(run: Run) -> Term:
+    """What a block saves if `recomputed_parts` are recomputed: each from its inputs, which stay saved.
+
+    Attention: not the scores, nor the sums of the softmax that a fused kernel saves; its output is the input of the
+    next matmul. Norm: not its output, and of its input no fp32 copy. Activation: not its output. MLP: nothing in it.
+    """
+    shape, itemsize, parts = run.shape, run.compute_bytes, run.recomputed_parts
+    local = run.tokens / run.mesh.tp
+    found = []
+    for part in block_kept(run).parts:
+        amount = part.amount
+        if "attention" in parts and part.name == "attention scores":
+            amount = 0.0
+        elif "attention" in parts and part.name == "attention output":
+            amount -= local * 4 * shape.heads
+        elif "norm" in parts and part.name == "linear inputs":
+            amount = 0.0
+        elif "norm" in parts and part.name == "norm inputs":
+            amount = min(amount, 2 * run.stream_tokens * shape.hidden * run.residual_bytes)
+        elif part.name == "MLP intermediates" and "mlp" in parts:
+            amount = 0.0
+        elif part.name == "MLP intermediates" and "activation" in parts:
+            amount = min(amount, local * shape.ffn * itemsize * (2 if shape.traits.gated else 1))
+        found.append(leaf(part.name, amount))
+    return group("block", *found)
+
+
+def block_selected(run: Run) -> Term:
+    """What a block saves under selective activation checkpointing: attention and some matmul outputs."""
+    shape, part, itemsize = run.shape, run.tokens / run.mesh.tp, run.compute_bytes
+    matrices = linears(shape, joined=run.traits.fused_qkv)
+    kept = selected_matmuls(run, matrices)
+    if run.compiled:
+        # The compiler drops saved outputs that nothing reads: the block's last matmul, partial sums before they are
+        # reduced over ranks, and the attention projection where the MLP does not read it.
+        parallel_mlp = shape.traits.parallel_residual and shape.parallel_residual
+        kept = [
+            index
+            for index in kept
+            if index < len(matrices) - 1 and not (matrices[index].row and (parallel_mlp or run.mesh.tp > 1))
+        ]
+    matmuls = sum(run.tokens * matrices[index].local_sizes(run.mesh.tp)[1] for index in kept)
+    attention = part * (shape.query_width * itemsize + 4 * shape.heads)
+    # Outputs of collectives are saved too: both all-gathered inputs, and both reduce-scattered outputs.
+    collectives = 0.0
+    if run.mesh.tp > 1:
+        collectives += (2 * run.tokens + (1 if run.compiled else 2) * part) * shape.hidden * itemsize
+    if run.mesh.cp > 1:
+        collectives += 2 * part * run.mesh.cp * shape.kv_width * itemsize
+    return group(
+        "block",
+        leaf("input", block_input(run)),
+        leaf("matmul outputs", matmuls * itemsize),
+        leaf("attention output", attention),
+        leaf("collective outputs", collectives),
+    )
+
+
+def selected_matmuls(run: Run, matrices: tuple[Linear, ...]) -> list[int]:
+    """Indices of the matmuls whose outputs selective checkpointing saves (parallel/recompute.py)."""
+    if run.traits.keeps == "every second":
+        return list(range(0, len(matrices), 2))
+    kept, widening = [], 0
+    for index, one in enumerate(matrices):
+        inputs, outputs = one.local_sizes(run.mesh.tp)
+        if outputs > inputs:
+            widening += 1
+            if widening % 2:
+                continue
+        kept.append(index)
+    return kept
+
+
+def _norms(run: Run, tokens: float) -> list[Term]:
+    """The inputs of the two norms: the residual stream."""
+    shape, stream, itemsize = run.shape, run.residual_bytes, run.compute_bytes
+    architecture = architecture_of(shape.model_type)
+    each = float(stream)
+    if run.compiled:
+        # Instead of the second norm's input, the compiler saves what attention added to the first one's, which is in
+        # the compute dtype.
+        each = stream if run.traits.liger_kernels else (stream + itemsize) / 2
+    elif run.traits.unfused_norms and shape.traits.rms_norm:
+        # Eager RMSNorm saves an fp32 copy of its input and, if its scale is trained, the normalized input too.
+        each = 4.0 + (stream if run.trained.blocks else 0)
+    both = 2 * each
+    if shape.shared_norm:
+        both = stream if run.compiled else each
+    if shape.traits.post_norm and run.compiled:
+        both = _post_norms(run)
+    elif run.recomputes_cheap and stream > itemsize and shape.traits.parallel_residual and shape.parallel_residual:
+        both = stream  # attention and MLP read norms of the same input, from which both are recomputed
+    elif architecture.output_norms and run.compiled:
+        both = 2 * itemsize  # what attention and MLP return; the stream itself is read by linear layers alone
+    if architecture.norms > 2:
+        # Norms before and after attention and MLP. The compiler saves what attention returns already.
+        both += itemsize if run.compiled else 2 * each
+    found = [leaf("norm inputs", tokens * shape.hidden * both)]
+    if has_head_norms(run):
+        width = shape.query_width + shape.kv_width
+        found.append(leaf("query and key norm inputs", tokens * width * (each if not run.compiled else itemsize)))
+    if run.dropout:
+        found.append(leaf("dropout masks", tokens * 2 * shape.hidden))
+    return found
+
+
+def has_head_norms(run: Run) -> bool:
+    """Whether queries and keys are normalized, by head or all heads together."""
+    return run.shape.traits.head_norms or architecture_of(run.shape.model_type).head_norms != "none"
+
+
+def _post_norms(run: Run) -> float:
+    """Bytes per element that the compiler saves for norms of the residual stream itself: their inputs, which follow
+    from nothing that is saved elsewhere, and the output of one matmul, unless dropout is between it and the sum."""
+    stream, itemsize = run.residual_bytes, run.compute_bytes
+    if run.recomputes_cheap:
+        return stream + 2 * itemsize
+    return 2 * stream + (0 if run.dropout else itemsize)
+
+
+def _inputs(run: Run, tokens: float) -> list[Term]:
+    """Inputs of the linear layers after the two norms; all-gathered under tensor parallelism, so not sharded, unless
+    they are gathered again."""
+    shape, itemsize = run.shape, _input_bytes(run)
+    read = needed(run)
+    kept = _normed(shape, read)
+    joined = linears(shape, joined=run.traits.fused_qkv)
+    if run.adapter is None:
+        casts = run.traits.casts_per_use or shape.traits.post_norm
+        if casts and run.mixed and (not run.compiled or run.traits.liger_kernels):
+            # A norm's output is cast separately for each linear layer that reads it, by autocast or because it is the
+            # residual stream; the compiler casts it once.
+            kept = sum(1 for one in joined if one.reads in read & NORMS)
+    elif run.traits.peft:
+        return [_peft_inputs(run, tokens), *_dropped(run, tokens)]
+    if run.recomputes_cheap and run.mesh.tp == 1 and itemsize > 1:
+        kept = 0  # recomputed from the norm's input, unless it was all-gathered or cast to fp8
+    saved = run.stream_tokens if run.gathers_inputs_again else tokens
+    found = [leaf("linear inputs", saved * kept * shape.hidden * itemsize)]
+    return [*found, *_dropped(run, tokens)]
+
+
+def _peft_inputs(run: Run, tokens: float) -> Term:
+    """PEFT casts an input for each adapted layer on its own, unless adapters have its dtype; and 4-bit matmuls may save
+    theirs, which all of them share unless each one casts it from fp32. The MLP's last input is with the MLP."""
+    own = [] if dropped_inputs(run) else [one for one in adapted(run) if one.reads != "inner"]
+    width = run.adapter_input_bytes * sum(one.local_sizes(run.mesh.tp)[0] for one in own)
+    if run.narrow_adapters or run.fuses_adapters:
+        width = run.compute_bytes * _normed(run.shape, {one.reads for one in own}) * run.shape.hidden
+    if saved := quantized_input_bytes(run):
+        frozen = [one for one in linears(run.shape) if one.reads in NORMS]
+        shared = len(frozen) if run.layer_bytes > run.compute_bytes else _normed(run.shape, NORMS)
+        width += saved * shared * run.shape.hidden
+    return leaf("linear inputs", tokens * width)
+
+
+def _normed(shape: ModelShape, read: set[str]) -> int:
+    """How many of the tensors that layers read are outputs of norms: one if attention and MLP share it."""
+    return min(len(read & NORMS), 1 if shape.shared_norm else len(NORMS))
+
+
+def _dropped(run: Run, tokens: float) -> list[Term]:
+    """Dropout of adapters: the mask and, unless compiled, what the adapter reads instead of the layer's input."""
+    if run.adapter is None or not run.adapter.dropout:
+        return []
+    saved = 1 + (run.adapter_input_bytes if dropped_inputs(run) else 0)
+    width = sum(one.local_sizes(run.mesh.tp)[0] for one in _with_dropout(run))
+    return [leaf("adapter dropout", tokens * width * saved)]
+
+
+def _attention(run: Run, tokens: float) -> list[Term]:
+    shape, tp = run.shape, run.mesh.tp
+    itemsize = run.attention_bytes
+    query, keys = shape.query_width, shape.kv_width
+    # The memory-efficient kernel, which fp32 needs, has no grouped keys.
+    repeated = run.traits.repeats_keys or (run.precision == "32-true" and not run.gpu.is_cpu)
+    held = query if repeated and not run.recomputes_cheap else keys
+    # Context parallelism by all-gather holds the keys and values of all ranks.
+    across = run.mesh.cp if run.cp_method == "gather" else 1
+    width = float(query + 2 * held * across)
+    joined = shape.traits.fused_qkv or run.traits.fused_qkv or architecture_of(shape.model_type).joined
+    if joined and shape.traits.rotary:
+        # Values are a view of the fused QKV output, which stays allocated beside the rotated queries and keys.
+        width += query + keys
+    kept = width * itemsize
+    if run.rotates_in_fp32:
+        # Written-out attention reads them as they are; a fused kernel casts them, and the cache has the keys.
+        kept += (query + keys) * (4 - itemsize) if run.attention == "scores" else 4 * keys * run.traits.caches_keys
+    found = [
+        leaf("queries, keys, values", tokens / tp * kept),
+        leaf("attention output", tokens / tp * (query * itemsize + 4 * shape.heads)),
+    ]
+    if _input_bytes(run) < itemsize and "attention" in needed(run):
+        found.append(leaf("attention output in fp8", tokens / tp * query))
+    if run.attention == "scores":
+        # The softmax, and what the next matmul reads, unless it is the same: a copy in another dtype, or what dropout
+        # leaves, with the mask.
+        again = False
+        wide = itemsize < 4 and (run.upcasts_softmax or run.autocasts_softmax)
+        if wide and run.compiled and run.traits.fused_softmax == "compiled":
+            # Of a compiled one the scores, from which it is computed again, and what the matmul reads.
+            wide, again = False, True
+        again = again or wide or run.attention_dropout or run.traits.written_out
+        scores = (4 if wide else itemsize) + (itemsize if again else 0) + run.attention_dropout
+        scores += itemsize if run.clamps_scores else 0
+        found.append(leaf("attention scores", score_elements(run) * scores))
+    return found
+
+
+def score_elements(run: Run) -> float:
+    """Attention scores of a block, where they are materialized."""
+    if run.attention != "scores":
+        return 0.0
+    return run.tokens / run.mesh.tp * run.shape.heads * run.length
+
+
+def attention_masks(run: Run) -> float:
+    """Bytes of the masks that attention reads, once for all blocks."""
+    if run.attention == "dense mask":
+        # As booleans, and as the bias that attention adds.
+        return run.micro_batch * run.length * (run.length / run.mesh.cp) * (1 + run.compute_bytes)
+    return 0.0
+
+
+def mlp_kept(run: Run) -> float:
+    """Bytes that the MLP of a block saves."""
+    return sum(part.amount for part in _mlp(run, run.tokens / run.mesh.tp))
+
+
+def _mlp(run: Run, tokens: float) -> list[Term]:
+    shape = run.shape
+    inner = _input_bytes(run) if "inner" in needed(run) else 0
+    if run.adapter is not None and run.traits.peft:
+        own = not dropped_inputs(run) and any(one.reads == "inner" for one in adapted(run))
+        inner = run.adapter_input_bytes * own + quantized_input_bytes(run)
+    again = run.traits.multiplies_again and shape.traits.gated
+    if (run.recomputes_cheap and inner > 1) or has_mlp_in_place(run) or again:
+        inner = 0
+    # Gated: both factors, and their product as the input of the last linear layer; eager also the activation's output.
+    fused = run.compiled or run.traits.fused_activation or has_mlp_in_place(run)
+    factors = (2 if fused else 3) if shape.traits.gated else 1
+    if shape.traits.saves_activation and inner:
+        factors -= 1
+    wide = 0
+    if run.writes_out_gelu and not shape.traits.recomputed_gelu:
+        # Beside its input: half of that, its tanh, and one more than that; of these all but the second in fp32 under
+        # autocast, on a GPU.
+        factors += 3
+        wide = 6 if run.in_autocast and run.layer_bytes == 2 and not run.gpu.is_cpu else 0
+    elif run.writes_out_erf:
+        # Half of its input, what erf reads, and one more than what that returns, in place of the input.
+        factors += 2
+    if shape.traits.gated and run.traits.written_out and not fused:
+        factors += 1
+    return [leaf("MLP intermediates", tokens * shape.ffn * (factors * run.layer_bytes + wide + inner))]
+
+
+def _routed(run: Run, tokens: float) -> list[Term]:
+    """What each expert reads, if it is trained, and returns, before its results are weighted and summed."""
+    copies = run.shape.routed * (2 if run.trained.blocks else 1)
+    return [leaf("expert inputs and outputs", tokens * copies * run.shape.hidden * run.compute_bytes)]
+
+
+def has_mlp_in_place(run: Run) -> bool:
+    """Whether the backward pass of the MLP works in the tensors that it has saved; not with dropout on adapters."""
+    if not run.fuses_adapters or run.adapter is None or run.adapter.dropout or not run.shape.traits.gated:
+        return False
+    return {"gate_proj", "up_proj", "down_proj"} <= set(run.adapter.targets)
+
+
+def _dora(run: Run) -> list[Term]:
+    """The output of each adapted layer before it is multiplied by magnitude and norm, for the magnitude's gradient. The
+    compiler saves the MLP's factors as these, and multiplies again."""
+    if run.adapter is None or not run.adapter.dora:
+        return []
+    targets = adapted(run)
+    if run.traits.peft:
+        # PEFT's adapters save their own output too.
+        widths = 2 * sum(one.outputs for one in targets)
+        return [leaf("DoRA outputs", run.tokens * widths * run.compute_bytes)]
+    if run.compiled:
+        targets = [one for one in targets if one.outputs != run.shape.ffn]
+    return [leaf("DoRA outputs", run.tokens * sum(one.outputs for one in targets) * run.compute_bytes)]
+
+
+def _input_bytes(run: Run) -> int:
+    """Bytes per element of a linear layer's input, as saved for the weight gradient; an adapter's is not in fp8."""
+    in_fp8 = run.precision == "fp8" and run.traits.saves_fp8_inputs and run.adapter is None
+    return 1 if in_fp8 else run.compute_bytes
+
+
+def needed(run: Run) -> set[str]:
+    """The inputs that autograd saves for the weight gradients of trained or adapted linear layers."""
+    matrices = linears(run.shape)
+    adapter = run.adapter
+    if adapter is None:
+        return {one.reads for one in matrices} if run.trained.blocks else set()
+    if quantized_input_bytes(run):
+        return {one.reads for one in matrices}
+    if dropped_inputs(run):
+        return set()
+    return {one.reads for one in matrices if one.name in adapter.targets}
+
+
+def quantized_input_bytes(run: Run) -> int:
+    """Bytes per element of the inputs that frozen quantized matmuls save. bitsandbytes' 8-bit ones always do, and
+    before 0.45 also their quantized transpose (MatMul8bitLt in bitsandbytes/autograd/_functions.py)."""
+    quantize = None if run.adapter is None else run.adapter.quantize
+    if quantize == "int8" and (run.traits.peft or run.traits.quantized_keep_inputs):
+        return run.compute_bytes + run.traits.quantized_keep_inputs
+    return run.compute_bytes if quantize in ("nf4", "fp4") and run.traits.quantized_keep_inputs else 0
+
+
+def dropped_inputs(run: Run) -> bool:
+    """Whether an adapter saves its input after dropout instead of its layer's input, which the compiler recomputes."""
+    return run.adapter is not None and run.adapter.dropout and not run.compiled
+
+
+def _with_dropout(run: Run) -> list[Linear]:
+    """The adapted layers with a dropout of their own: of a joined QKV layer, one."""
+    found = adapted(run)
+    if not run.traits.fused_qkv:
+        return found
+    return [one for one in found if one.reads != "norm"] + [one for one in found if one.reads == "norm"][:1]

@@ -1,0 +1,184 @@
+"""The host's time: what it takes to launch a micro-batch's kernels, which a faster device waits for."""
+
+from shoal.plan.memory.states import adapted
+from shoal.plan.run.blocks import linears
+from shoal.plan.run.run import Run
+from shoal.plan.speed.launched import LLAMA_OPERATIONS, block_operations
+
+# Host time to launch the kernels of a block, forward and backward; a faster device waits for its host. Eager that of a
+# Llama; of blocks with more or fewer operations (`launched.py`) as much more or less: a GPT-NeoX, which has 112 in
+# place of 171, takes 1.32 ms (benchmarks/gpu/trainer_h200/block_host.json).
+EAGER_BLOCK_HOST = 2.0e-3
+# An operation of BERT takes 1.4 times as long, with smaller modules around it: 17 to 18 ms for 12 blocks whatever the
+# batch, and 23 ms with eager attention, on an A100 (huggingface/transformers, docs/source/en/model_doc/bert.md of April
+# 2024). On the host of an H200 1.6 and 1.8 ms per block were measured (benchmarks/gpu/compiled_loss_h200).
+ENCODER_HOST = 1.4
+COMPILED_BLOCK_HOST = 2.2e-3  # measured on the host of an H200: benchmarks/gpu/small_h200
+# The same if the model is compiled with its loss as one graph, without guards and calls between its blocks: 0.6 of it
+# in one call (benchmarks/gpu/small_gpt_h200). GPT-2 with one sequence of 1,024 tokens takes an H100 12.5 ms, so at most
+# 0.8 per block (Jjschwartz/gollem, experiments/gpt2).
+GRAPH_BLOCK_HOST = 1.3e-3
+# The same of Megatron's layers, which are modules of Transformer Engine since 2023: Llama 2 70B with adapters takes 64
+# B200 1.2 times as long without CUDA graphs (docs.nvidia.com/dl-cuda-graph/latest/examples/llama2-70b-lora.html) as the
+# 0.254 s that it takes with them (mlcommons/training_results_v5.0, Oracle's), for 80 layers. 48 layers take 220 ms with
+# one sequence of 1,024 tokens, of which 37 ms are optimizer, head and loss (vuiseng9/megatron-tutorials), as much each.
+ENGINE_BLOCK_HOST, ENGINE_SINCE = 1.2 * 0.254 / 80, 2023
+# Host time of an adapted layer, eager: about twenty kernels forward and backward, and PEFT's Python between them; and
+# of a quantized one, which bitsandbytes dequantizes in Python in both passes. From steps that hardly depend on the
+# length of their sequences: OpenLLaMA 7B with adapters in all layers, two sequences of 256 tokens under autocast on an
+# A100: 0.36 s with LoRA, and 0.68 s with QLoRA and activation checkpointing (Vertex Model Garden's benchmark report).
+# About 0.04 s of that are its optimizer step, with 448 tensors.
+EAGER_ADAPTER_HOST = 0.65e-3
+# Without the casts of an adapter in another dtype, 14 kernels are left of 25; and ten in adapters that are not PEFT's:
+# LoRALinear in torchtune/modules/peft/lora.py and litgpt/lora.py, and Unsloth's autograd functions.
+NARROW_ADAPTER_HOST, OWN_ADAPTER_HOST = 0.36e-3, 0.26e-3
+QUANTIZED_HOST = 0.41e-3
+# That is of a layer that also casts, because PEFT has upcast what is around it. Without casts: a step of one sequence
+# of 256 tokens with adapters on queries and values of Llama 2 7B, without autocast and with eager attention, takes 4.7
+# ms per block (huggingface/optimum-benchmark, examples/training-llamas).
+DEQUANTIZED_HOST = 0.11e-3
+# Host time of ZeRO-3 for each module with parameters, in each pass: hooks before and after it, in Python, fetch its
+# parameters, prefetch others and release them (deepspeed/runtime/zero/partitioned_param_coordinator.py). From steps
+# that hardly depend on the length of their sequences: Qwen-1.8B on one A100 with activation checkpointing, 2.1 to 2.2 s
+# for 8 micro-batches of 256 to 1,024 tokens; with other ranks, whose shards are all-gathered, 0.59 ms with Qwen-7B on
+# two and 0.45 ms with adapters on Qwen-72B on four (QwenLM/Qwen, README.md).
+ZERO3_HOST, ZERO3_GATHERING_HOST = 0.39e-3, 0.52e-3
+# Host time of FSDP2 for each block: hooks before and after both passes, in Python, all-gather, reshard and reduce.
+# Measured with collectives that return at once: benchmarks/gpu/fsdp_host_h200.
+FSDP_HOST = 2.6e-3
+# How much longer a block takes if its tensor parallelism is DTensor's, which dispatches every operation in Python: with
+# layers that gather and scatter along the sequence, and where each rank has all of it. Measured the same way, also with
+# activation checkpointing (3.7 and 3.0 times) and with queries and keys that stay DTensors (4.8 and 4.7):
+# benchmarks/gpu/tp_host_h200.
+DTENSOR_HOST, REPLICATED_DTENSOR_HOST = 4.6, 3.5
+# Autocast launches a cast for every weight, input and bias of a linear layer, and for their gradients. Frozen weights
+# under adapters are in 16 bits already.
+AUTOCAST_HOST = 1.5
+# How much longer the cores of a Grace take than those of the host of an H200, of which the other times are: a forward
+# pass of a linear layer of PyTorch takes it 33.2 microseconds on a GH200 and 37.1 on a GB200, a DGX H100's Xeon 13.5
+# (NVIDIA/TransformerEngine, issue 2053), and that host 19.0, in the median of three calls
+# (benchmarks/gpu/linear_host_h200).
+H200_LINEAR = 19.04
+GRACE_HOST = {"nvlink-c2c": 33.17 / H200_LINEAR, "nvlink-c2c-shared": 37.08 / H200_LINEAR}
+# What a forward pass without autograd adds to that, as of a reference model; and activation checkpointing: reentrant it
+# is such a pass, and otherwise every saved tensor goes through hooks in Python. Measured on blocks of a Llama with and
+# without adapters, on the host of an H200: benchmarks/gpu/trainer_h200.
+FORWARD_HOST, HOOKED_HOST = 0.4, 0.9
+# Host time of an optimizer step, exposed where the host has waited for the loss: clipping, AdamW's lists of tensors,
+# the scheduler, the next batch; and for each trained tensor, of which PEFT's are deep in a tree of modules. 8-bit AdamW
+# launches its kernels tensor by tensor, and Adafactor some twenty each. Measured between backward and forward passes
+# of the Trainer on the host of an H200: benchmarks/gpu/trainer_h200/kernels.jsonl.
+STEP_HOST, TENSOR_HOST, ADAPTER_TENSOR_HOST = 4e-3, 0.02e-3, 0.08e-3
+OPTIMIZER_HOST = {"adamw8bit": 0.09e-3, "adafactor": 0.45e-3}
+# Between two kernels a device is idle for a moment, however long ago the second was launched: what step_ms has beside
+# busy_ms and between_ms in the same file, in runs that do not wait for their host. Compiled blocks are forecast from
+# runs that have these gaps. Kernels of an adapted layer: as above.
+GAP = 1.2e-6
+EAGER_ADAPTER_KERNELS, NARROW_ADAPTER_KERNELS, OWN_ADAPTER_KERNELS = 25, 14, 10
+
+
+def host_seconds(run: Run, blocks: int) -> float:
+    """Host time to launch the kernels of a micro-batch, forward and backward."""
+    if run.traits.graphs_layers:
+        return 0.0
+    return _launching(run, blocks) * GRACE_HOST.get(run.gpu.host_link.name, 1.0)
+
+
+def launch_gaps(run: Run, blocks: int) -> float:
+    """Seconds that the device is idle between the eager kernels of a micro-batch."""
+    if run.compiled or run.gpu.is_cpu:
+        return 0.0
+    kernels = block_operations(run)
+    if run.adapter is not None:
+        kernels += _adapter_launches(run)[1] * len(adapted(run))
+    if run.casts_weights:
+        kernels *= AUTOCAST_HOST
+    # A forward pass has a third of the kernels of both.
+    again = (run.repeats_forward + run.reference_pass) / 3
+    return GAP * kernels * (1 + again) * blocks
+
+
+def _launching(run: Run, blocks: int) -> float:
+    """Host time to launch the kernels of a micro-batch, both passes, on a host with an x86 CPU."""
+    if run.compiled and not run.traits.liger_kernels:
+        block = GRAPH_BLOCK_HOST if run.traits.compiles_loss else COMPILED_BLOCK_HOST
+        block = ENGINE_BLOCK_HOST if _has_engine(run) else block
+        # Kernels that are fused by hand are launched one by one, also those of a recomputed forward pass.
+        again = FORWARD_HOST * block * run.repeats_forward if run.traits.fused_by_hand else 0.0
+        return (block + again + _unit_hooks(run)) * blocks
+    block = EAGER_BLOCK_HOST
+    if not run.compiled:
+        block *= _relative_operations(run)
+    if run.adapter is not None:
+        block += _adapter_launches(run)[0] * len(adapted(run))
+        if run.adapter.quantize is not None:
+            bare = run.adapter.quantize != "gptq" and run.layer_bytes == run.compute_bytes
+            each = DEQUANTIZED_HOST if bare else QUANTIZED_HOST
+            block += each * len(linears(run.shape, joined=run.traits.fused_qkv))
+    if run.casts_weights:
+        block *= AUTOCAST_HOST
+    if run.traits.dtensors and run.mesh.tp > 1:
+        block *= DTENSOR_HOST if run.sequence_parallel else REPLICATED_DTENSOR_HOST
+    again = FORWARD_HOST * block
+    if not run.traits.reentrant:
+        # Hooks take as long in blocks with fewer operations: 2.0 ms of GPT-2's and GPT-NeoX's (the same file).
+        again = HOOKED_HOST * max(block, EAGER_BLOCK_HOST)
+    launched = block + again * run.repeats_forward + FORWARD_HOST * block * run.reference_pass
+    return (launched + _module_hooks(run) + _unit_hooks(run)) * blocks
+
+
+def _has_engine(run: Run) -> bool:
+    """Whether layers are modules of Transformer Engine, whose kernels the host launches one by one."""
+    traits = run.traits
+    return traits.fused_by_hand and not traits.planned_memory and not 0 < traits.software < ENGINE_SINCE
+
+
+def _unit_hooks(run: Run) -> float:
+    """Host time of FSDP's hooks around a block, which is one of its units."""
+    of_fsdp = run.sharded and not run.traits.hooks_modules and not run.traits.planned_memory
+    return FSDP_HOST if of_fsdp else 0.0
+
+
+def _relative_operations(run: Run) -> float:
+    """Operations of a block relative to a Llama's, as the host's time counts them."""
+    return block_operations(run) / LLAMA_OPERATIONS * (ENCODER_HOST if run.shape.traits.post_norm else 1.0)
+
+
+def _adapter_launches(run: Run) -> tuple[float, int]:
+    """Host time and kernels of one adapted layer."""
+    if run.fuses_adapters or not run.traits.peft:
+        return OWN_ADAPTER_HOST, OWN_ADAPTER_KERNELS
+    if run.narrow_adapters:
+        return NARROW_ADAPTER_HOST, NARROW_ADAPTER_KERNELS
+    return EAGER_ADAPTER_HOST, EAGER_ADAPTER_KERNELS
+
+
+def _module_hooks(run: Run) -> float:
+    """Host time of DeepSpeed's hooks around the modules of a block, which fetch and release parameters."""
+    if not (run.traits.hooks_modules and run.data_parallelism.shards_weights):
+        return 0.0
+    modules = len(linears(run.shape, joined=run.traits.fused_qkv)) + 2
+    if run.adapter is not None:
+        modules += 2 * len(adapted(run))
+    each = ZERO3_HOST if run.world_size == 1 else ZERO3_GATHERING_HOST
+    return each * modules * (2 + run.repeats_forward + run.reference_pass)
+
+
+def _reads_overflow(run: Run) -> bool:
+    """Whether the host reads, before the step, whether a gradient has overflowed: GradScaler does (_maybe_opt_step in
+    torch/amp/grad_scaler.py), but for a fused optimizer, which reads it on the device."""
+    scales = run.precision == "16-mixed" and run.in_autocast and not run.traits.fused_step
+    return scales and (run.traits.foreach_step or run.optimizer != "adamw")
+
+
+def step_host_seconds(run: Run, blocks: int, device: float) -> float:
+    """Host time of an optimizer step that the device, which needs `device` seconds for it, waits for."""
+    if run.gpu.is_cpu or not (run.traits.waits_for_loss or _reads_overflow(run)):
+        return 0.0
+    if run.adapter is not None:
+        tensors, each = 2 * len(adapted(run)) * blocks, ADAPTER_TENSOR_HOST
+    else:
+        tensors, each = (len(linears(run.shape, joined=run.traits.fused_qkv)) + 2) * blocks, TENSOR_HOST
+    slower = GRACE_HOST.get(run.gpu.host_link.name, 1.0)
+    launched = tensors * OPTIMIZER_HOST.get(run.optimizer, 0.0) * slower
+    return (STEP_HOST + tensors * each) * slower + max(0.0, launched - device)

@@ -1,0 +1,185 @@
+"""Other systems as they were at a date: what of their traits came with a later version of their libraries.
+
+`--like huggingface@2023-09` is Hugging Face's Trainer with the releases of September 2023. Each date is that of the
+release which changed the trait.
+"""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from shoal.catalogue.gpus import Gpu
+from shoal.mistakes import UserMistake
+from shoal.plan.systems.traits import SystemTraits
+
+Month = tuple[int, int]  # year and month
+HOPPER = (9, 0)
+
+# PyTorch's wheels had the CUDA libraries of 2023 (12.1) until version 2.5, and those of 2024 (12.4 and 12.6) until
+# version 2.8, which matters on Hopper.
+NEW_WHEELS: Month = (2024, 10)
+HOPPER_WHEELS: Month = (2025, 8)
+# Usually run in NVIDIA's containers, whose libraries are of their day; torchtitan's results are of nightly builds.
+CURRENT_LIBRARIES = {"megatron", "megatron-deepspeed", "nemo", "torchtitan", "torchtitan-2025"}
+# Until PyTorch 2.11, its attention on Hopper was flash attention 2 rather than cuDNN's; and until the end of 2024
+# that of Transformer Engine, by default (NeMo only from 24.01 to 24.07: NVTE_FUSED_ATTN in its launcher).
+CUDNN_ATTENTION: Month = (2026, 3)
+ENGINE_ATTENTION: Month = (2025, 1)
+NEMO_ATTENTION: tuple[Month, Month] = ((2024, 1), (2024, 8))
+# NeMo's overlaps of tensor-parallel collectives and of all-gathered weights came with version 1.20.
+NEMO_OVERLAPS: Month = (2023, 6)
+# From PyTorch 2.8 on, the Trainer's AdamW is fused (TrainingArguments.optim); torchtitan's `optimizer.fused` was off by
+# default until 2025.
+FUSED_ADAMW: Month = (2025, 8)
+TITAN_FUSED_ADAMW: Month = (2025, 1)
+# From July 2025 on PyTorch's nightly builds have nn.RMSNorm as one kernel.
+FUSED_RMS_NORM: Month = (2025, 8)
+# transformers 5 is the first version whose activation checkpointing is not reentrant by default.
+NOT_REENTRANT: Month = (2025, 12)
+# transformers 4.45: until then a model replaced its logits by an fp32 copy, and copied that without the last token;
+# from then on until version 5 it held the 16-bit ones beside it.
+HELD_LOGITS: Month = (2024, 9)
+# transformers' own models had causal masks of all positions in their blocks (GPT-NeoX's until 4.50, GPT-2's until 5),
+# and GPT-NeoX rotated in fp32 until 4.45.
+MASK_BUFFERS: dict[str, Month] = {"gpt_neox": (2025, 3), "gpt2": (2026, 1)}
+WIDE_ROTARY: Month = (2024, 9)
+# The first versions of transformers whose models of a type have SDPA (`_supports_sdpa` in its modeling files): 4.36,
+# 4.37, 4.39, 4.41, 4.42, 4.45, 4.46 and 4.56.
+SDPA: dict[str, Month] = {
+    **dict.fromkeys(("llama", "falcon", "gpt_bigcode"), (2023, 12)),
+    **dict.fromkeys(("mistral", "mixtral"), (2024, 1)),
+    **dict.fromkeys(("phi", "stablelm"), (2024, 3)),
+    "bert": (2024, 5),
+    **dict.fromkeys(("gpt2", "gpt_neox"), (2024, 6)),
+    **dict.fromkeys(("roberta", "xlm-roberta", "camembert"), (2024, 9)),
+    **dict.fromkeys(("distilbert", "opt"), (2024, 10)),
+    "esm": (2025, 8),
+}
+# transformers 4.48: attention may be given fewer heads of keys than of queries.
+GROUPED_ATTENTION: Month = (2025, 1)
+# From PEFT 0.12 on, adapters of 16-bit layers are in fp32 (autocast_adapter_dtype); before, in the layer's dtype.
+FP32_ADAPTERS: Month = (2024, 8)
+# Accelerate 0.28: trained 16-bit weights become fp32 shards.
+FP32_SHARDS: Month = (2024, 3)
+# bitsandbytes 0.43.2 no longer saves the input of a 4-bit matmul, and 0.43 dequantizes to bf16 at once.
+FREED_INPUTS: Month = (2024, 7)
+BF16_DEQUANTIZED: Month = (2024, 3)
+# From DeepSpeed 0.12.4 on, ZeRO-1 and 2 all-reduce gradients; before, each went to the rank that updates it.
+BUCKET_ALL_REDUCE: Month = (2023, 12)
+# axolotl's kernels for adapters; the entropy that TRL logs, and its loss in parts; Unsloth's fused loss, and the larger
+# parts of it, with which inputs of blocks come back from the host while other blocks are computed.
+ADAPTER_KERNELS: Month = (2025, 4)
+LOGGED_ENTROPY: Month = (2025, 8)
+CHUNKED_LOSS: Month = (2026, 6)
+FUSED_LOSS: Month = (2025, 8)
+LARGE_PARTS: Month = (2026, 7)
+# nanotron's `tp_recompute_allgather`.
+NANOTRON_GATHERS: Month = (2024, 8)
+OTHER_STREAM: Month = (2025, 1)
+
+# Around Hugging Face's Trainer.
+TRAINERS = {"huggingface", "trl", "axolotl", "llama-factory", "unsloth"}
+
+
+def read_name(given: str) -> tuple[str, Month | None]:
+    """`huggingface@2023-09`: the system, and the month of its libraries; None: today's."""
+    name, at, date = given.partition("@")
+    if not at:
+        return name, None
+    if re.fullmatch(r"20[0-9]{2}(-(0[1-9]|1[0-2]))?", date) is None:
+        raise UserMistake(
+            f"--like {given}: {date or 'nothing'} is no month. Write the year and the month of its libraries, as in "
+            f"{name}@2023-09."
+        )
+    year, _, month = date.partition("-")
+    return name, (int(year), int(month or 7))
+
+
+def as_of(system: str, traits: SystemTraits, date: Month, *, gpu: Gpu, model_type: str) -> SystemTraits:
+    """The traits of a system with the libraries of a month."""
+    changes: dict[str, Any] = {"software": libraries(date, gpu, current=system in CURRENT_LIBRARIES)}
+    if system in TRAINERS:
+        changes |= {"foreach_step": date < FUSED_ADAMW, "upcasts_shards": date >= FP32_SHARDS}
+    if system in TRAINERS or system == "transformers":
+        changes |= _with_transformers(traits, date)
+    if system in TRAINERS or system in ("transformers", "deepspeed"):
+        changes |= models_of(model_type, date)
+        if traits.eager_attention == "never":  # the flash-attn package, or kernels of its own
+            del changes["eager_attention"]
+    if system in TRAINERS or system in ("transformers", "litgpt", "kempnerforge"):
+        changes["flash2"] = traits.flash2 or date < CUDNN_ATTENTION
+    changes |= _own(system, traits, date)
+    return replace(traits, **changes)
+
+
+def libraries(date: Month, gpu: Gpu, *, current: bool = False) -> int:
+    """The year of the CUDA libraries that a PyTorch of this month comes with, as `SystemTraits.software` has it."""
+    if current:
+        return date[0]
+    if date < NEW_WHEELS:
+        return 2023 if date[0] == 2024 else date[0]
+    return 2024 if gpu.compute_capability == HOPPER and date < HOPPER_WHEELS else date[0]
+
+
+def models_of(model_type: str, date: Month) -> dict[str, Any]:
+    """What transformers' models did at a date."""
+    return {
+        "mask_buffers": date < MASK_BUFFERS.get(model_type, (0, 0)),
+        "wide_rotary": date < WIDE_ROTARY,
+        "eager_attention": "always" if date < SDPA.get(model_type, (0, 0)) else "types",
+    }
+
+
+def _with_transformers(traits: SystemTraits, date: Month) -> dict[str, Any]:
+    """transformers itself, with PEFT and bitsandbytes."""
+    changes: dict[str, Any] = {
+        "reentrant": traits.reentrant or date < NOT_REENTRANT,
+        "grouped_attention": traits.grouped_attention and date >= GROUPED_ATTENTION,
+        "quantized_keep_inputs": date < FREED_INPUTS,
+        "dequantizes_in_half": date < BF16_DEQUANTIZED,
+    }
+    if date < HELD_LOGITS:
+        changes["shifts_logits"] = True
+    elif date < NOT_REENTRANT:
+        changes["logit_bytes"] = 14.0
+    if date < FP32_ADAPTERS and not traits.narrow_adapters:
+        changes["narrow_adapters"] = "unquantized"
+    return changes
+
+
+def _own(system: str, traits: SystemTraits, date: Month) -> dict[str, Any]:
+    """What a system itself has changed."""
+    if system == "deepspeed":
+        changes: dict[str, Any] = {"all_reduces": date >= BUCKET_ALL_REDUCE, "reentrant": date < NOT_REENTRANT}
+        return changes | ({"logit_bytes": 16.0} if date < HELD_LOGITS else {})
+    if system == "axolotl":
+        return {"fused_adapters": date >= ADAPTER_KERNELS}
+    if system == "trl":
+        return {"logs_entropy": date >= LOGGED_ENTROPY}
+    if system == "unsloth":
+        before = date < OTHER_STREAM
+        exposes = "both" if before else "back" if date < LARGE_PARTS else ""
+        rows: Any = 512 if date < LARGE_PARTS else traits.fused_rows
+        return {"exposes_offload": exposes, "fused_rows": rows, "expandable_segments": not before}
+    if system == "torchtitan-2025":
+        return {"unfused_norms": date < FUSED_RMS_NORM}
+    if system == "torchtitan":
+        return {"foreach_step": date < TITAN_FUSED_ADAMW}
+    if system == "nemo":
+        since = date >= NEMO_OVERLAPS
+        attention = NEMO_ATTENTION[0] <= date < NEMO_ATTENTION[1]
+        return {"overlaps_tensor": since, "overlaps_weight_gather": since, "flash2": attention}
+    if system == "nanotron":
+        return {"gathers_inputs_again": date >= NANOTRON_GATHERS}
+    if system == "megatron":
+        return {"flash2": date < ENGINE_ATTENTION}
+    return {}
+
+
+def defaults_of(system: str, defaults: dict[str, Any], date: Month | None) -> dict[str, Any]:
+    """The defaults of a system (`modelled.DEFAULTS`) at a date."""
+    if date is None:
+        return defaults
+    if (system == "trl" and date < CHUNKED_LOSS) or (system == "unsloth" and date < FUSED_LOSS):
+        return {**defaults, "train.loss_impl": "plain"}
+    return defaults
