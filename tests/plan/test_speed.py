@@ -47,6 +47,16 @@ def test_mfu_is_the_share_of_the_published_peak():
     assert speed["mfu"] == pytest.approx(speed["tokens_per_second_per_gpu"] * flops / 989e12, rel=1e-3)
 
 
+def test_mfu_counts_attention_within_sliding_windows():
+    windowed = make_run("gemma3-1b", length=32_768)  # five of six blocks have a window of 512 tokens
+    shape = windowed.shape
+    whole = windowed.with_(shape=replace(shape, sliding_window=None))
+    keys = 12 * shape.layers * shape.heads * shape.head_size * shape.sliding_share * (32_768 - shape.sliding_window)
+    assert shape.sliding_share > 0.8
+    assert flops_per_token(whole) - flops_per_token(windowed) == pytest.approx(keys)
+    assert flops_per_token(windowed.with_(length=512)) == flops_per_token(whole.with_(length=512))
+
+
 @pytest.mark.parametrize("gpu", GPUS)
 def test_every_device_has_a_speed_below_its_peak(gpu):
     precision = "16-mixed" if GPUS[gpu].bf16 is None else "bf16-mixed"

@@ -93,6 +93,12 @@ class ModelShape:
         """Channels of all key heads together; the values have as many."""
         return self.kv_heads * self.head_size
 
+    def attended(self, length: int) -> float:
+        """Keys per query of a sequence, averaged over blocks, where a causal mask is not counted: fewer than `length`
+        in blocks with a sliding window."""
+        within = min(length, self.sliding_window or length)
+        return self.sliding_share * within + (1 - self.sliding_share) * length
+
 
 def experts(
     hidden: int,

@@ -9,12 +9,14 @@ from shoal.models.attention import attention_width
 from shoal.models.prepare import PreparedModel
 
 
-def count_flops(prepared: PreparedModel, mesh: Mesh, head_share: float = 1.0) -> Callable[[int, int], float]:
+def count_flops(
+    prepared: PreparedModel, mesh: Mesh, head_share: float = 1.0, attended: Callable[[int], float] = float
+) -> Callable[[int, int], float]:
     """FLOPs per device of a micro-batch of (sequences, length), by the usual model FLOPs formula.
 
     Six per matmul parameter and token (four where it is frozen and needs no weight gradient), plus attention without
-    the causal mask's savings. Devices that share a micro-batch share them. NaN for mixtures of experts, of which the
-    active share is not known. `head_share`: of the tokens, those with logits.
+    the causal mask's savings, to `attended` keys per query. Devices that share a micro-batch share them. NaN for
+    mixtures of experts, of which the active share is not known. `head_share`: of the tokens, those with logits.
     """
     model, anatomy = prepared.model, prepared.anatomy
     settings = model.config.get_text_config()
@@ -31,4 +33,4 @@ def count_flops(prepared: PreparedModel, mesh: Mesh, head_share: float = 1.0) ->
         per_token -= (1 - head_share) * size * (6 if output is not None and output.requires_grad else 4)
     attention: int = 12 * settings.num_hidden_layers * attention_width(settings)
     sharing = mesh.pp * mesh.cp * mesh.tp
-    return lambda sequences, length: sequences * length * (per_token + attention * length) / sharing
+    return lambda sequences, length: sequences * length * (per_token + attention * attended(length)) / sharing

@@ -74,7 +74,7 @@ def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start,
         check_same_data(read_progress(checkpoint).data, inputs.sets)
     warn_of_added_tokens(prepared, reporter, None if same_run else checkpoint)
     # Before the model is sharded.
-    flops = count_flops(prepared, resolved.mesh, resolved.run.head_share)
+    flops = count_flops(prepared, resolved.mesh, resolved.run.head_share, resolved.run.shape.attended)
     emulated = emulated_on_any(config, ranks)
     # A checkpoint of an adapter does not hold the base.
     values = checkpoint is None or prepared.adapters is not None

@@ -61,12 +61,13 @@ class Speed:
 
 
 def flops_per_token(run: Run) -> float:
-    """As published tables count: 6 per matmul parameter (4 if frozen), and attention without the causal discount."""
+    """As published tables count: 6 per matmul parameter (4 if frozen), and attention without the causal discount, to
+    the keys within its window."""
     shape = run.shape
     blocks, head = shape.layers * block_matrices(shape), shape.vocab * shape.hidden * run.head_share
     trained_head = run.trained.embedding if shape.tied else run.trained.head
     matmuls = 4 * (blocks + head) + 2 * (blocks * run.trained.blocks + head * trained_head)
-    return matmuls + 12 * shape.layers * shape.heads * shape.head_size * run.length
+    return matmuls + 12 * shape.layers * shape.heads * shape.head_size * shape.attended(run.length)
 
 
 @lru_cache(maxsize=4096)
