@@ -1,7 +1,7 @@
-"""Updates docs/plan.md: `python benchmarks/plan_document.py`.
+"""Updates docs/plan.md and docs/plan-accuracy.md: `python benchmarks/plan_document.py`.
 
-Replaces the output of its commands, and the tables of plan_accuracy.py, plan/traced.py and plan_examples.py, which have
-to run first.
+Replaces the output of the commands of the first, and in the second the tables of plan_accuracy.py, plan/traced.py and
+plan_examples.py, which have to run first.
 """
 
 import json
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-DOCUMENT = HERE.parent / "docs" / "plan.md"
+PLAN, ACCURACY = (HERE.parent / "docs" / name for name in ("plan.md", "plan-accuracy.md"))
 
 
 def printed(command: str) -> list[str]:
@@ -63,15 +63,14 @@ def accuracy() -> str:
 
 
 def main() -> None:
-    text = DOCUMENT.read_text()
     examples = re.compile(r"(?<=```console\n)\$ shoal plan .*?(?=\n```)", re.DOTALL)
-    text = examples.sub(lambda block: with_output(block[0]), text)
-    text = replaced(text, accuracy())
+    PLAN.write_text(examples.sub(lambda block: with_output(block[0]), PLAN.read_text()))
+    text = replaced(ACCURACY.read_text(), accuracy())
     for name in ("traced.md", "examples.md"):
         written = (HERE / "plan" / name).read_text()
         for header in re.findall(r"^(\|.*\n)\| ---", written, flags=re.MULTILINE):
             text = replaced(text, table_like(written, header))
-    DOCUMENT.write_text(text)
+    ACCURACY.write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Three errors of the forecast, told apart, as a report and as the table of docs/plan.md.
+"""Three errors of the forecast, told apart, as a report and as the table of docs/plan-accuracy.md.
 
     python benchmarks/plan_errors.py [--held-out]
 
@@ -33,7 +33,7 @@ from shoal.plan.speed.attention import FLASH_2
 from shoal.plan.speed.forecast import forecast_speed
 from shoal.plan.speed.host import host_seconds
 
-# The tables in docs/plan.md are between these: the three errors, and those of the sets that were held out.
+# The tables in docs/plan-accuracy.md are between these: the three errors, and those of the sets that were held out.
 BEGIN, BEGIN_UNSEEN = "<!-- begin: benchmarks/plan_errors.py -->", "<!-- begin: benchmarks/plan_errors.py, unseen -->"
 END = "<!-- end -->"
 # Runs of other systems on an H200, below benchmarks/gpu, and the sources of those that a random generator chose.
@@ -262,8 +262,8 @@ def write(rows: list[Published], unseen: list[Figure]) -> None:
     summary = {name: cells(some) for name, some in groups(unseen)}
     (FOLDER / "errors.json").write_text(json.dumps(summary, indent=1) + "\n")
     table = [*HEAD, *(line(name, some) for name, some in groups(unseen)), *([held["line"]] if held else [])]
-    _replace_table(ROOT / "docs" / "plan.md", BEGIN, table)
-    _replace_table(ROOT / "docs" / "plan.md", BEGIN_UNSEEN, unseen_sets(held))
+    _replace_table(ROOT / "docs" / "plan-accuracy.md", BEGIN, table)
+    _replace_table(ROOT / "docs" / "plan-accuracy.md", BEGIN_UNSEEN, unseen_sets(held))
 
 
 def unseen_sets(held: dict[str, Any] | None) -> list[str]:

@@ -103,20 +103,14 @@ def bench() -> list[Line]:
 
 
 def plan_page() -> list[Line]:
-    """Goodput, and the time of a trace. plan_document.py and plan_errors.py write the other figures of that page."""
+    """Goodput. plan_document.py writes the other figures of that page."""
     runs = {one["devices"]: one["rows"] for one in result("benchmarks/goodput/simulated.json")["runs"]}
     few, most = runs[min(runs)], runs[max(runs)]
 
     def off(rows: list[dict[str, float]]) -> str:
         return within(max(abs(row["off"]) for row in rows))
 
-    traced = {name: one["seconds"] for name, one in result("benchmarks/plan/traced.json").items()}
-    eight = [seconds for name, seconds in traced.items() if name.startswith("8B")]
     return [
-        (
-            "8 billion parameters take {} to {} s, 405 billion {} s",
-            [f"{one:.0f}" for one in (min(eight), max(eight), traced["405B, fsdp × tp 8, full"])],
-        ),
         (
             "with {} interruptions on {} devices within {}%, with {} on {} devices, which scatter by {}%, within {}%",
             [
@@ -126,5 +120,17 @@ def plan_page() -> list[Line]:
                 percent(few[0]["expected_scatter"], 0),
                 off(few),
             ],
+        ),
+    ]
+
+
+def plan_accuracy() -> list[Line]:
+    """The time of a trace. plan_document.py and plan_errors.py write the other figures of that page."""
+    traced = {name: one["seconds"] for name, one in result("benchmarks/plan/traced.json").items()}
+    eight = [seconds for name, seconds in traced.items() if name.startswith("8B")]
+    return [
+        (
+            "8 billion parameters take {} to {} s, 405 billion {} s",
+            [f"{one:.0f}" for one in (min(eight), max(eight), traced["405B, fsdp × tp 8, full"])],
         ),
     ]

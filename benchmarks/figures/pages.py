@@ -9,7 +9,7 @@ from benchmarks.figures.cells import cells, single_cells
 from benchmarks.figures.encoders import encoders
 from benchmarks.figures.finetune import finetune
 from benchmarks.figures.front import measured, readme
-from benchmarks.figures.others import bench, first_run, numbers, packing, parallel, plan_page, python
+from benchmarks.figures.others import bench, first_run, numbers, packing, parallel, plan_accuracy, plan_page, python
 from benchmarks.figures.performance import performance
 from benchmarks.figures.results import Line
 
@@ -25,6 +25,7 @@ PAGES: dict[str, Callable[[], list[Line]]] = {
     "docs/parallel.md": parallel,
     "docs/bench.md": bench,
     "docs/plan.md": plan_page,
+    "docs/plan-accuracy.md": plan_accuracy,
     "docs/tutorials/first-run.md": first_run,
     "docs/tutorials/single-cells.md": single_cells,
     "docs/howto/packing.md": packing,

@@ -8,7 +8,7 @@ BEGINNINGS = {
     "infra-bench": "transformers",
     "transformers": "transformers",
     "plain-loop": "transformers",
-    "automodel": "transformers",
+    "automodel": "nemo-automodel",
     "atorch": "transformers",
     "llama-recipes": "transformers",
     "yafsdp": "huggingface",

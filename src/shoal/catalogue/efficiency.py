@@ -2,7 +2,7 @@
 
 The A100's come from training results, two thirds of llm-foundry's in `benchmarks/data`; the H200's from runs on one
 (benchmarks/gpu/sweep_h200). The others come from published speeds of large matmuls and of flash attention on the device
-itself: `MATMULS` and `ATTENTION`, whose sources are in docs/plan.md.
+itself: `MATMULS` and `ATTENTION`, whose sources are in docs/plan-speed.md.
 """
 
 from dataclasses import dataclass, replace

@@ -20,6 +20,19 @@ TRANSFORMERS = replace(
     widens_outputs=False,
     waits_for_loss=False,
 )
+# transformers' models with bf16 weights under FSDP2, their plan of tensor parallelism by DTensor, and adapters of its own
+# in the dtype of the layer (nemo_automodel/components/_peft/lora.py).
+NEMO_AUTOMODEL = replace(
+    TRANSFORMERS,
+    autocasts=False,
+    casts_per_use=False,
+    wide_residual_stream=False,
+    narrow_adapters=True,
+    logit_bytes=12.0,
+    holds_outputs="",
+    flat_parameters=False,
+    dtensors=True,
+)
 # A loop around a model of its own in plain PyTorch, uncompiled: an activation function of torch.nn, F.cross_entropy of
 # logits in 16 bits, which the loop holds until the next ones, torch.optim.AdamW and DDP as they are.
 PYTORCH = SystemTraits(
@@ -125,6 +138,7 @@ OLMO_CORE = replace(TORCHTITAN, loss_kernel="compiled", flash2=False, separate_h
 
 FURTHER: dict[str, SystemTraits] = {
     "transformers": TRANSFORMERS,
+    "nemo-automodel": NEMO_AUTOMODEL,
     "pytorch": PYTORCH,
     "nanogpt": NANOGPT,
     "nvidia-bert": NVIDIA_BERT,
@@ -143,6 +157,7 @@ _MEGATRON = {"parallel.strategy": "zero1", "train.recompute": "none", "train.los
 _EAGER = {"train.compile": False, "train.loss_impl": "plain"}
 FURTHER_DEFAULTS: dict[str, dict[str, Any]] = {
     "transformers": _EAGER,
+    "nemo-automodel": {"train.precision": "bf16-true", **_EAGER},
     "pytorch": _EAGER,
     "nanogpt": {"train.loss_impl": "plain"},
     "nvidia-bert": {"parallel.strategy": "ddp", **_EAGER},
