@@ -23,8 +23,8 @@ class Accuracy:
         return {"runs": self.runs, **found}
 
 
-# In docs/plan-accuracy.md; tests/plan/test_accuracy.py compares them with the results. The code of the systems was known of the
-# second, and of the third only what somebody says who asks with --like.
+# In docs/plan-accuracy.md; tests/plan/test_accuracy.py compares them with the results. The code of the systems was
+# known of the second, and of the third only what somebody says who asks with --like.
 MEASURED = Accuracy("runs of shoal that were measured on an H200", (0.011, 0.027), (0.021, 0.060))
 UNSEEN = Accuracy("published runs of other systems that it had not seen", (0.035, 0.094), (0.100, 0.284))
 ASKED = Accuracy("published runs that it had not seen, by the name of their system", (0.079, 0.609), (0.190, 1.389))
