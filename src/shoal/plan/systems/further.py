@@ -20,8 +20,8 @@ TRANSFORMERS = replace(
     widens_outputs=False,
     waits_for_loss=False,
 )
-# transformers' models with bf16 weights under FSDP2, tensor parallelism by DTensor, and adapters of its own in the dtype
-# of the layer (nemo_automodel/components/_peft/lora.py).
+# transformers' models with bf16 weights under FSDP2, tensor parallelism by DTensor, and adapters of its own in the
+# dtype of the layer (nemo_automodel/components/_peft/lora.py).
 NEMO_AUTOMODEL = replace(
     TRANSFORMERS,
     autocasts=False,
