@@ -175,3 +175,15 @@ def test_the_memory_of_a_tiny_model_is_not_all_zeros(gpu, monkeypatch, capsys):
     assert " MiB allocated, " in memory
     weights = next(line for line in memory.splitlines() if line.endswith("  weights"))
     assert float(weights.split()[1]) > 0.1
+
+
+def test_a_run_that_waits_for_its_host_says_that_its_speed_is_less_certain(monkeypatch, capsys):
+    small = ("model.shape=smollm2-135m", "hardware.gpu=h100-80gb", "data.max_length=1024", "--like", "transformers")
+
+    def said(micro_batch: int) -> list[str]:
+        _, found = plan_json(monkeypatch, capsys, *small, f"train.micro_batch={micro_batch}")
+        return [note for note in found["notes"] if "host" in note]
+
+    (note,) = said(1)
+    assert "waits 90% of the step for its host to launch kernels" in note
+    assert not said(32)

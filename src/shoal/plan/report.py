@@ -31,6 +31,8 @@ from shoal.plan.terms import GIB
 from shoal.plan.unintended import unintended
 
 HOUR = 3600
+# The share of a step from which on a plan says that the device waits for its host.
+WAITS_FOR_HOST = 0.15
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,7 @@ def make_plan(config: Config, *, system: str = "shoal", traits: Sequence[str] = 
         if defaults:
             shown = ", ".join(f"{key} {str(value).lower()}" for key, value in defaults.items())
             notes.append(f"As {like.name} does by default, because the config does not say: {shown}.")
+    notes += _about_the_host(choice)
     return Plan(
         name=config.name,
         choice=choice,
@@ -151,6 +154,18 @@ def make_plan(config: Config, *, system: str = "shoal", traits: Sequence[str] = 
         steps=count_steps(config, choice),
         notes=tuple(notes),
     )
+
+
+def _about_the_host(choice: ResolvedRun) -> list[str]:
+    """That the device waits for its host, if it does so for long: hosts differ far more than devices of one kind."""
+    found = [choice.speed.step.find(name) for name in ("kernel launch overhead", "optimizer launch overhead")]
+    share = sum(term.amount for term in found if term is not None) / choice.speed.step_seconds
+    if share < WAITS_FOR_HOST or choice.machine.is_cpu:
+        return []
+    return [
+        f"The device waits {share:.0%} of the step for its host to launch kernels. That time differs by up to a factor of "
+        "two between hosts, so that this speed is less certain than others; a larger train.micro_batch hides it."
+    ]
 
 
 def _with_defaults(config: Config, defaults: dict[str, Any], machine: Machine) -> tuple[Config, dict[str, Any]]:
