@@ -163,8 +163,8 @@ def _about_the_host(choice: ResolvedRun) -> list[str]:
     if share < WAITS_FOR_HOST or choice.machine.is_cpu:
         return []
     return [
-        f"The device waits {share:.0%} of the step for its host to launch kernels. That time differs by up to a factor of "
-        "two between hosts, so that this speed is less certain than others; a larger train.micro_batch hides it."
+        f"The device waits {share:.0%} of the step for its host to launch kernels. That time differs by up to a factor "
+        "of two between hosts, so that this speed is less certain than others; a larger train.micro_batch hides it."
     ]
 
 
