@@ -11,8 +11,9 @@ from shoal.plan.run.run import FROZEN, Adapter, Run
 from shoal.plan.speed.adapters import dequantization_seconds
 from shoal.plan.speed.attention import attention_seconds
 from shoal.plan.speed.cache import cached_rate
-from shoal.plan.speed.compute import block_compute, optimizer_seconds
+from shoal.plan.speed.compute import block_compute
 from shoal.plan.speed.kernels import bandwidth, matmul_seconds, streamed_bandwidth
+from shoal.plan.speed.optimizer import optimizer_seconds
 from shoal.plan.systems.modelled import SYSTEMS
 from tests.plan.planning import make_run
 

@@ -16,7 +16,8 @@ from shoal.models.families import transformers_config
 from shoal.parallel.compile import REASONS_TO_KEEP, compile_blocks
 from shoal.parallel.float8 import use_float8
 from shoal.parallel.recompute import recompute_blocks
-from shoal.plan.memory.activations import block_input, block_kept, block_selected
+from shoal.plan.memory.activations import block_input, block_kept
+from shoal.plan.memory.checkpointed import block_selected
 from shoal.plan.run.run import Run
 
 MICRO_BATCH, LENGTH = 2, 256

@@ -18,11 +18,12 @@ from shoal.plan.run.run import FROZEN, Adapter, Run
 from shoal.plan.speed.adapters import dequantization_seconds
 from shoal.plan.speed.attention import attention_seconds, score_kernels
 from shoal.plan.speed.communication import Group, collective_seconds, ring_speed
-from shoal.plan.speed.compute import block_compute, head_seconds, optimizer_seconds
+from shoal.plan.speed.compute import block_compute, head_seconds
 from shoal.plan.speed.eager import kernel_seconds
 from shoal.plan.speed.forecast import forecast_speed
 from shoal.plan.speed.host import host_seconds, launch_gaps
 from shoal.plan.speed.kernels import contiguous_rate, matmul_seconds
+from shoal.plan.speed.optimizer import optimizer_seconds
 from shoal.plan.systems.modelled import SYSTEMS
 from tests.plan.planning import make_run
 from tests.plan.test_other_systems import DEEPSPEED, HUGGING_FACE, LINEARS, MEGATRON, adapted, seconds, term

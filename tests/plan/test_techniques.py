@@ -10,7 +10,8 @@ from shoal.catalogue.shapes import find_shape
 from shoal.config.load import load_config
 from shoal.config.mesh import Mesh
 from shoal.mistakes import UserMistake
-from shoal.plan.memory.activations import block_input, block_kept, block_without_parts
+from shoal.plan.memory.activations import block_input, block_kept
+from shoal.plan.memory.checkpointed import block_without_parts
 from shoal.plan.memory.forecast import forecast_memory
 from shoal.plan.memory.moments import moments
 from shoal.plan.memory.states import optimizer_bytes, states

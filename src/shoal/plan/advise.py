@@ -1,33 +1,27 @@
-"""Alternatives to a plan: other strategies on the same devices, limits of this one, and changes that save memory."""
+"""Alternatives to a plan: other strategies on the same devices, and changes that save memory."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.shapes import ModelShape
 from shoal.catalogue.strategies import COMPARED, find_strategy
 from shoal.config.engine import uses_deepspeed
-from shoal.config.mesh import CONFIGURED_AXES, configured_degrees
+from shoal.config.mesh import CONFIGURED_AXES
 from shoal.config.schema import Config
 from shoal.config.unbuilt import find_unbuilt
 from shoal.mistakes import UserMistake
 from shoal.plan.check import is_trainable
 from shoal.plan.decide import choose
-from shoal.plan.from_config import choose_loss
 from shoal.plan.machine import Machine
-from shoal.plan.memory.fragmentation import is_replayed
-from shoal.plan.resolved import ResolvedRun, fits
+from shoal.plan.resolved import ResolvedRun
 from shoal.plan.systems.modelled import OURS
 from shoal.plan.systems.traits import SystemTraits
 from shoal.plan.terms import GIB
 
 # From this sequence length on, context parallelism is offered.
 LONG = 32_768
-MAX_LENGTH = 1 << 22
-MAX_MICRO_BATCH = 1 << 14
-MAX_DEVICES = 4096
 # At most this many changes are combined when no single one is enough.
 MAX_COMBINED = 6
 # What a change affects, the least intrusive first.
@@ -59,18 +53,6 @@ class Change:
             "saves_gib": round(self.saves_gib, 2),
             "slower": round(self.slower, 3),
         }
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The largest run that the chosen configuration allows."""
-
-    micro_batch: int | None
-    length: int | None
-    devices: int | None
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"largest_micro_batch": self.micro_batch, "longest_sequence": self.length, "fewest_gpus": self.devices}
 
 
 @dataclass(frozen=True)
@@ -149,61 +131,6 @@ def _strategies(question: Question) -> Iterator[dict[str, Any]]:
             yield {**plain, "parallel.strategy": "fsdp", "parallel.tp": degrees[-1], "parallel.pp": pipeline}
     if config.data.max_length >= LONG:
         yield {**plain, "parallel.strategy": "fsdp", "parallel.cp": min(8, machine.devices)}
-
-
-def limits(choice: ResolvedRun, question: Question) -> Limits:
-    """The largest micro-batch, the longest sequence at a micro-batch of one, and the fewest devices."""
-    run, machine, config = choice.run, choice.machine, choice.config
-    if machine.is_cpu:
-        return Limits(None, None, None)
-    unit = 64 * run.mesh.tp * run.mesh.cp * 2
-
-    def with_micro_batch(size: int) -> bool:
-        loss = choose_loss(config, run.shape, size * run.length // run.mesh.cp)
-        return fits(run.with_(micro_batch=size, loss=loss), machine)
-
-    def with_length(units: int) -> bool:
-        loss = choose_loss(config, run.shape, units * unit // run.mesh.cp)
-        return fits(run.with_(micro_batch=1, length=units * unit, loss=loss), machine)
-
-    # Where it takes a replay of the allocator to tell whether a run fits, limits are coarser.
-    part = 16 if is_replayed(run) else 64
-    micro_batch = _largest(with_micro_batch, MAX_MICRO_BATCH, part)
-    units = _largest(with_length, MAX_LENGTH // unit, part)
-    return Limits(micro_batch or None, units * unit or None, _fewest(question))
-
-
-def _largest(works: Callable[[int], bool], most: int, part: int = 64) -> int:
-    """The largest value that works, less at most one of `part` parts; 0 if none does."""
-    if not works(1):
-        return 0
-    low, high = 1, 2
-    while high <= most and works(high):
-        low, high = high, high * 2
-    high = min(high, most + 1)
-    while high - low > max(1, low // part):
-        middle = (low + high) // 2
-        low, high = (middle, high) if works(middle) else (low, middle)
-    return low
-
-
-def _fewest(question: Question) -> int | None:
-    """The smallest power of two of these devices on which some data-parallel strategy fits."""
-    within = prod(configured_degrees(question.config.parallel).values())
-    free = {"parallel.strategy": "auto", "train.micro_batch": 1}
-    count = within
-    while count <= MAX_DEVICES:
-        devices = min(count, max(question.machine.devices, 8))
-        machine = question.machine.of(devices, -(-count // devices))
-        ranks = max(1, count // within)
-        # One or two micro-batches are enough to tell: accumulated gradients take more memory.
-        grad_accum_steps = 2 if question.config.train.global_batch > ranks else 1
-        config = changed(question.config, {**free, "train.global_batch": ranks * grad_accum_steps})
-        one = Question(config, question.shape, machine, question.traits).answer()
-        if one is not None and one.fits:
-            return count
-        count *= 2
-    return None
 
 
 def changes(choice: ResolvedRun, question: Question) -> list[Change]:

@@ -14,11 +14,12 @@ from shoal.config.resolve import with_global_batch
 from shoal.config.schema import Config
 from shoal.config.unbuilt import find_unbuilt
 from shoal.plan.accuracy import expected_error
-from shoal.plan.advise import Change, Limits, Question, alternatives, changed, changes, limits
+from shoal.plan.advise import Change, Question, alternatives, changed, changes
 from shoal.plan.check import find_refused
 from shoal.plan.decide import choose
 from shoal.plan.from_config import plan_attention
 from shoal.plan.goodput import Goodput
+from shoal.plan.limits import Limits, limits
 from shoal.plan.machine import Machine, read_machine
 from shoal.plan.memory.states import trained_parameters
 from shoal.plan.models import read_shape, unknown_architecture

@@ -2,14 +2,9 @@
 
 from dataclasses import dataclass
 
-from shoal.plan.memory.activations import (
-    attention_masks,
-    block_input,
-    block_kept,
-    block_selected,
-    block_without_parts,
-)
+from shoal.plan.memory.activations import attention_masks, block_input, block_kept
 from shoal.plan.memory.buffers import communication_buffers, mask_buffers, matmul_workspaces, optimizer_temporaries
+from shoal.plan.memory.checkpointed import block_selected, block_without_parts
 from shoal.plan.memory.gathered import (
     gathered_around,
     gathered_blocks,

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 
 from shoal.catalogue.efficiency import relative_rate
-from shoal.catalogue.optimizers import find_optimizer
-from shoal.catalogue.shapes import parameters as count_parameters
-from shoal.plan.memory.activations import selected_matmuls
+from shoal.plan.memory.checkpointed import selected_matmuls
 from shoal.plan.memory.head import (
     fused_rows,
     is_aligned,
@@ -21,10 +19,8 @@ from shoal.plan.speed import eager
 from shoal.plan.speed.adapters import adapter_seconds, dequantization_seconds
 from shoal.plan.speed.attention import attention_seconds
 from shoal.plan.speed.cache import cached_seconds
-from shoal.plan.speed.eight_bit import eight_bit_step
 from shoal.plan.speed.kernels import Seconds, bandwidth, eager_bandwidth, matmul_seconds, streamed_bandwidth
 from shoal.plan.speed.linear import linear_seconds
-from shoal.plan.speed.muon import orthogonalization_seconds
 from shoal.plan.speed.packed import packed_linears, summed_gradients
 
 # How much longer the three matmuls of a head take if its vocabulary is not aligned: odd as GPT-2's, or even. Measured
@@ -43,14 +39,6 @@ RECOMPUTED_ROWS = 256
 # Of a loss that is compiled as one graph with its model, and with the zeros of logits that it returns: on an H200 a
 # step of 32,768 tokens takes 2.0 ms more with it than with a sum, and then 1.1 ms (benchmarks/gpu/compiled_loss_h200).
 GRAPH_LOGIT_TRAFFIC, RETURNED_LOGIT_TRAFFIC = 8, 10
-# Adafactor's update has the size of the gradient and is computed in about this many reads and writes of fp32: its
-# square, two means, their outer product, the quotient, its norm, the clipped and scaled update.
-FACTORED_PASSES = 14
-# LAMB writes its update, reads it and the weights for their norms, and reads both again (multi_tensor_lamb.cu in Apex).
-NORMALIZED_PASSES = 5
-# The same of torch's foreach AdamW, one kernel for each operation: decay 2, the first moment 3, the second 2 + 3, its
-# root 2, divided 2, with epsilon 2, and the update 4 (_multi_tensor_adam in torch/optim/adam.py).
-FOREACH_PASSES = 20
 # Bytes per element that the kernels of a GELU that is written out move, forward and backward, in 16 bits: a power,
 # three products with a number, two sums, a tanh, and a product. Under autocast, which computes the power in fp32, also
 # casts.
@@ -299,37 +287,3 @@ def head_seconds(run: Run) -> Seconds:
     elif run.loss == "chunked" and run.traits.chunks == "recomputed":
         back += ahead
     return Seconds(ahead + moved / 2, back + moved / 2)
-
-
-def optimizer_seconds(run: Run, parameters: float) -> float:
-    """Optimizer step over `parameters` on a rank: reads and writes weights, gradients and state; norm and clipping."""
-    weight = run.weight_bytes
-    optimizer = find_optimizer(run.optimizer)
-    state = optimizer.streamed_bytes(weight)
-    gradient = run.gradient_bytes or weight
-    moved = 2.0 * weight + gradient + 2 * state
-    foreach = run.traits.foreach_step and run.optimizer == "adamw"
-    if foreach:
-        moved = FOREACH_PASSES * weight
-    if optimizer.factored:
-        moved += FACTORED_PASSES * 4
-    if optimizer.normalizes:
-        moved += NORMALIZED_PASSES * 4
-    if run.clips:
-        # The norm reads gradients once; a separate clipping kernel reads and writes them again.
-        moved += gradient if run.traits.fused_step else 3 * gradient
-    if run.precision == "16-mixed" and run.in_autocast and not run.traits.fused_step:
-        # GradScaler divides gradients by the scale (unscale_ in torch/amp/grad_scaler.py).
-        moved += 2 * gradient
-    if run.mixed and not run.sharded:
-        moved += run.compute_bytes + (0 if run.traits.fused_step else weight)
-    rate = bandwidth(run)
-    if foreach:
-        rate = eager_bandwidth(run, streams=True)
-    elif run.traits.fused_step and optimizer.streams:
-        rate = streamed_bandwidth(run)
-    seconds = max(parameters * moved / rate, eight_bit_step(run, parameters))
-    if optimizer.needs_whole_matrices:
-        turns = run.replicas if run.traits.shares_muon else 1
-        seconds += orthogonalization_seconds(run) * parameters / count_parameters(run.shape) / turns
-    return seconds

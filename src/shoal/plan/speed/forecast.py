@@ -17,12 +17,13 @@ from shoal.plan.speed.communication import (
     rank_group,
     straggling,
 )
-from shoal.plan.speed.compute import block_compute, head_seconds, optimizer_seconds
+from shoal.plan.speed.compute import block_compute, head_seconds
 from shoal.plan.speed.copies import block_collectives, shard_copies
 from shoal.plan.speed.host import host_seconds, launch_gaps, step_host_seconds
 from shoal.plan.speed.kernels import bandwidth, streamed_bandwidth
 from shoal.plan.speed.model_parallel import model_parallel
 from shoal.plan.speed.offload import activation_transfer, offloaded_state, steps_on_host
+from shoal.plan.speed.optimizer import optimizer_seconds
 from shoal.plan.speed.ring import Operation
 from shoal.plan.terms import Term, group, leaf, scaled
 
