@@ -215,6 +215,8 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
         traits = replace(traits, narrow_adapters=True)
     if line["system"] in ("huggingface", "huggingface-bf16") and year_and_month(line) < FUSED_ADAMW:
         traits = replace(traits, foreach_step=True)
+    if line["system"] == "torchtune":  # 0.6.1 and before, whatever their date
+        traits = replace(traits, chunks="upcast")
     if line["system"] == "torchtitan-2025" and year_and_month(line) < FUSED_RMS_NORM:
         traits = replace(traits, unfused_norms=True)
     if traits.bucket_elements and year_and_month(line) < BUCKET_ALL_REDUCE:

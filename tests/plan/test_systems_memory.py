@@ -14,6 +14,7 @@ from shoal.plan.memory.forecast import forecast_memory
 from shoal.plan.memory.head import head
 from shoal.plan.memory.transient import left_by_forward
 from shoal.plan.run.run import FROZEN, Adapter, Run
+from shoal.plan.systems.earlier import as_of
 from shoal.plan.systems.modelled import SYSTEMS
 from shoal.plan.systems.traits import SystemTraits
 from shoal.plan.terms import GIB, Term
@@ -130,8 +131,11 @@ def test_litgpt_quantizes_the_head_and_dequantizes_it_from_fp16() -> None:
 def test_torchtunes_compiled_loss_has_no_fp32_logits() -> None:
     eager, compiled = (tuned("torchtune", None, loss="chunked", compiled=one) for one in (False, True))
     logits = 2048 * 32_000
-    # Of every chunk the log-softmax, and two gradients of one.
-    assert at(eager, "loss", "logits chunk") * GIB == pytest.approx(logits * (2 + 4 + 8 / 8))
+    # Of every chunk the log-softmax, and two gradients of one; the hidden states of tokens with labels are gathered.
+    assert at(eager, "loss", "logits chunk") * GIB == pytest.approx(logits * (4 + 8 / 8) + 2048 * 4096 * 2)
+    # Before version 0.7 the logits of all tokens existed at once.
+    earlier = eager.with_(traits=as_of("torchtune", eager.traits, (2025, 4), gpu=eager.gpu, model_type="llama"))
+    assert at(earlier, "loss", "logits chunk") * GIB == pytest.approx(logits * (2 + 4 + 8 / 8))
     assert at(compiled, "loss", "logits chunk") * GIB == pytest.approx(logits * (2 + 2 / 8))
 
 
@@ -550,3 +554,18 @@ def test_encoders_of_transformers_do_not_upcast_their_logits():
     logits = run.tokens * run.shape.vocab
     found = [head(one).peak.find("logits and loss") for one in (run, run.with_(precision="bf16-mixed"))]
     assert [one.amount / logits for one in found if one] == [6, 12]
+
+
+def test_ligers_kernels_do_not_fuse_eager_attention() -> None:
+    settings = ("model.shape=llama3.2-1b", "hardware.gpu=h200", "data.max_length=4096", "model.attention=eager")
+
+    def asked(fused: str, system: str) -> dict[str, Any]:
+        return plan(*settings, "train.micro_batch=1", f"train.compile={fused}", system=system).as_dict()
+
+    eager, liger = asked("false", "huggingface"), asked("true", "huggingface")
+    compiled = asked("true", "autocast")
+    saved = [one["memory"]["terms"]["activations"]["attention scores"] for one in (eager, liger, compiled)]
+    assert saved[0] == saved[1] > 0
+    spent = [one["speed"]["terms"]["attention"] for one in (eager, liger, compiled)]
+    assert spent[0] == pytest.approx(spent[1], rel=0.02)
+    assert spent[2] < 0.7 * spent[1]

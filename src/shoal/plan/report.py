@@ -26,7 +26,7 @@ from shoal.plan.models import read_shape, unknown_architecture
 from shoal.plan.resolved import ResolvedRun, shown_recompute
 from shoal.plan.run.layout import ranks
 from shoal.plan.speed.forecast import replays_graphs
-from shoal.plan.systems.like import Like, read_like
+from shoal.plan.systems.like import Like, read_like, shown_value
 from shoal.plan.systems.modelled import ENGINES
 from shoal.plan.terms import GIB
 from shoal.plan.unintended import unintended
@@ -145,7 +145,7 @@ def make_plan(config: Config, *, system: str = "shoal", traits: Sequence[str] = 
         if config.train.precision == "bf16-true" and machine.gpu.bf16 is None:
             notes.append(f"{machine.gpu.name} has no bf16: 16-bit weights are in fp16.")
         if defaults:
-            shown = ", ".join(f"{key} {str(value).lower()}" for key, value in defaults.items())
+            shown = ", ".join(f"{key} {shown_value(value)}" for key, value in defaults.items())
             notes.append(f"As {like.name} does by default, because the config does not say: {shown}.")
     notes += _about_the_host(choice)
     return Plan(

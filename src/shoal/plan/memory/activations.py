@@ -167,7 +167,7 @@ def _attention(run: Run, tokens: float) -> list[Term]:
         # leaves, with the mask.
         again = False
         wide = itemsize < 4 and (run.upcasts_softmax or run.autocasts_softmax)
-        if wide and run.compiled and run.traits.fused_softmax == "compiled":
+        if wide and run.fuses_softmax:
             # Of a compiled one the scores, from which it is computed again, and what the matmul reads.
             wide, again = False, True
         again = again or wide or run.attention_dropout or run.traits.written_out

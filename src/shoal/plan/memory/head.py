@@ -27,7 +27,7 @@ HEAD_TRANSFORM = 4
 FUSED_LABELS = 2024
 # The year whose wheels have PyTorch 2.6 and later.
 REUSED_LOGITS = 2025
-# torchtune's chunked loss upcasts logits to fp32 in eight chunks.
+# torchtune's chunked losses upcast logits to fp32 in eight chunks.
 UPCAST_CHUNKS = 8
 
 
@@ -88,7 +88,12 @@ def head(run: Run) -> Head:
         # A compiled part writes the gradient of its logits over them.
         each = itemsize if run.traits.fused_rows == "4 GiB" else itemsize + 4
         chunk = fused_rows(run) * columns * each
-    elif run.traits.chunks == "upcast":
+    elif run.traits.chunks == "projected" and not run.compiled:
+        # The log-softmax of every chunk, the two gradients of one, and the hidden states of the tokens that have
+        # labels, which are gathered first.
+        chunk = 4 * logits + 8 * logits / UPCAST_CHUNKS + run.head_tokens * shape.hidden * itemsize
+        head_gradient = matrix * itemsize if trained else 0.0
+    elif run.traits.chunks in ("upcast", "projected"):
         # A compiled chunk reads its logits and writes their gradient, without fp32 copies. Otherwise the log-softmax of
         # every chunk is saved until the backward pass, which has two gradients of a chunk at a time.
         chunk = logits * itemsize + logits / UPCAST_CHUNKS * (itemsize if run.compiled else 8)

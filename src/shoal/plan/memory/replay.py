@@ -4,7 +4,7 @@ from shoal.catalogue.optimizers import find_optimizer
 from shoal.plan.memory.activations import block_input, has_mlp_in_place, score_elements
 from shoal.plan.memory.buffers import adafactor_copies
 from shoal.plan.memory.head import head
-from shoal.plan.memory.replayed_loss import logits_gradient, upcast_chunks
+from shoal.plan.memory.replayed_loss import CHUNKED_LOSSES, logits_gradient
 from shoal.plan.memory.retained import gradient_buckets
 from shoal.plan.memory.saved_tensors import PARTS, READS, kept_tensors
 from shoal.plan.memory.segments import MIB, Allocator, Block
@@ -153,8 +153,8 @@ class Steps:
         name = "embedding" if run.shape.tied else "head"
         if run.loss == "plain":
             found = [logits_gradient(run, memory, self.end_autocast)]
-        elif run.traits.chunks == "upcast" and not run.compiled and run.loss == "chunked":
-            found = upcast_chunks(run, memory)
+        elif run.traits.chunks in CHUNKED_LOSSES and not run.compiled and run.loss == "chunked":
+            found = CHUNKED_LOSSES[run.traits.chunks](run, memory)
         else:
             found = [memory.take(part.amount) for part in head(run).peak.parts if part.name not in HIDDEN]
             self.end_autocast()

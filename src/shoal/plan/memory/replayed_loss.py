@@ -69,6 +69,27 @@ def upcast_chunks(run: Run, memory: Allocator) -> list[Block]:
     return gradients
 
 
+def projected_chunks(run: Run, memory: Allocator) -> list[Block]:
+    """A loss that also computes the logits chunk by chunk: nothing of them remains."""
+    each = run.head_tokens * run.shape.vocab / UPCAST_CHUNKS
+    gathered, saved = memory.take(run.head_tokens * run.shape.hidden * run.compute_bytes), []
+    for _ in range(UPCAST_CHUNKS):
+        narrow, wide = memory.take(each * run.compute_bytes), memory.take(each * 4)
+        saved.append(memory.take(each * 4))
+        memory.give(narrow, wide)
+    while saved:
+        chosen, wide = memory.take(each * 4), memory.take(each * 4)
+        memory.give(chosen, saved.pop())
+        narrow = memory.take(each * run.compute_bytes)
+        memory.give(wide, narrow)
+    memory.give(gathered)
+    return []
+
+
+# By `SystemTraits.chunks`.
+CHUNKED_LOSSES = {"upcast": upcast_chunks, "projected": projected_chunks}
+
+
 def _of_kernel(run: Run, memory: Allocator, end_autocast: Callable[[], None], logits: Block, count: float) -> Block:
     """A kernel writes the gradient over what it reads, the logits or a copy of them in fp32, or into a tensor of its
     own."""

@@ -166,9 +166,9 @@ class Run(Settings):
 
     @property
     def fuses_softmax(self) -> bool:
-        """Whether materialized scores are scaled, masked and normalized in one kernel."""
-        fused = self.traits.fused_softmax
-        return fused == "always" or (fused == "compiled" and self.compiled)
+        """Whether materialized scores are scaled, masked and normalized in one kernel. Liger has none for it."""
+        fused, compiled = self.traits.fused_softmax, self.compiled and not self.traits.liger_kernels
+        return fused == "always" or (fused == "compiled" and compiled)
 
     @property
     def in_autocast(self) -> bool:

@@ -73,6 +73,8 @@ LOGGED_ENTROPY: Month = (2025, 8)
 CHUNKED_LOSS: Month = (2026, 6)
 FUSED_LOSS: Month = (2025, 8)
 LARGE_PARTS: Month = (2026, 7)
+# torchtune 0.7: LinearCrossEntropyLoss in place of CEWithChunkedOutputLoss.
+PROJECTED_LOSS: Month = (2025, 5)
 # nanotron's `tp_recompute_allgather`.
 NANOTRON_GATHERS: Month = (2024, 8)
 OTHER_STREAM: Month = (2025, 1)
@@ -169,6 +171,8 @@ def _own(system: str, traits: SystemTraits, date: Month) -> dict[str, Any]:
         since = date >= NEMO_OVERLAPS
         attention = NEMO_ATTENTION[0] <= date < NEMO_ATTENTION[1]
         return {"overlaps_tensor": since, "overlaps_weight_gather": since, "flash2": attention}
+    if system == "torchtune":
+        return {"chunks": "projected" if date >= PROJECTED_LOSS else "upcast"}
     if system == "nanotron":
         return {"gathers_inputs_again": date >= NANOTRON_GATHERS}
     if system == "megatron":

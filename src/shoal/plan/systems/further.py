@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from shoal.config.schema_train import RecomputeConfig
 from shoal.plan.systems.modelled import DEEPSPEED, HUGGING_FACE, MEGATRON, TORCHTITAN
 from shoal.plan.systems.traits import SystemTraits
 
@@ -168,6 +169,7 @@ FURTHER_DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt-neox": _MEGATRON,
     "internevo": {**_MEGATRON, "train.compile": False},
     "colossalai": {"parallel.strategy": "zero2", **_EAGER},
-    "llm.c": _MEGATRON,
+    # -r 1 in train_gpt2.cu: GELU is computed again.
+    "llm.c": {**_MEGATRON, "train.recompute": RecomputeConfig(parts=("activation",))},
     "olmo-core": {"train.loss_impl": "plain"},
 }

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from shoal.catalogue.gpus import Gpu
+from shoal.config.schema_train import RecomputeConfig
 from shoal.mistakes import UserMistake, suggestion
 from shoal.plan.systems.earlier import Month, as_of, defaults_of, read_name
 from shoal.plan.systems.further import FURTHER, FURTHER_DEFAULTS
@@ -85,7 +86,9 @@ def values_of(trait: str) -> list[str]:
 
 
 def shown_value(value: Any) -> str:
-    """A value of a trait as `--trait` reads it."""
+    """A value of a trait as `--trait` reads it, or of a key as a config has it."""
+    if isinstance(value, RecomputeConfig):
+        return f"{{parts: [{', '.join(value.parts)}]}}"
     return str(value).lower() if isinstance(value, bool) else str(value) or EMPTY
 
 

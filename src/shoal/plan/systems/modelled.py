@@ -37,11 +37,12 @@ TORCHTITAN = SystemTraits(
 # From 2025 on its loss is compiled with its blocks, and from PyTorch 2.9 on nn.RMSNorm is one kernel, also of DTensors
 # (pytorch's pull requests 153666 and 158716).
 TORCHTITAN_2025 = replace(TORCHTITAN, loss_kernel="compiled", unfused_norms=False)
-# compile_loss in torchtune/training/_compile.py; custom_sharded_layers in recipes/configs/llama3_1/*_full.yaml.
+# LinearCrossEntropyLoss in torchtune/modules/loss/cross_entropy_loss.py, of which apply_compile_strategy compiles a
+# chunk; custom_sharded_layers in recipes/configs/llama3_1/*_full.yaml.
 TORCHTUNE = SystemTraits(
     repeats_keys=True,
     rotary="pairs",
-    chunks="upcast",
+    chunks="projected",
     flash2=True,
     separate_head_unit="trained",
     dtensors=True,  # base_llama_tp_plan in torchtune/models/llama3/_parallelism.py

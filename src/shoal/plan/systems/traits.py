@@ -51,9 +51,10 @@ class SystemTraits:
     # `logit_bytes` with a vocabulary sharded over tensor-parallel ranks.
     sharded_logit_bytes: float = 12.0
     # `chunked`: logits and their gradients are computed chunk by chunk. `upcast`: all logits are kept in the compute
-    # dtype, and only upcast to fp32 chunk by chunk, within one kernel if compiled. `recomputed`: each chunk is computed
-    # again in the backward pass.
-    chunks: Literal["chunked", "upcast", "recomputed"] = "chunked"
+    # dtype, and only upcast to fp32 chunk by chunk, within one kernel if compiled. `projected`: so are the logits
+    # computed, of which autograd saves the log-softmax in fp32. `recomputed`: each chunk is computed again in the
+    # backward pass.
+    chunks: Literal["chunked", "upcast", "projected", "recomputed"] = "chunked"
     # Whether a plain loss is one fused kernel, which holds logits and their gradient once each in the compute dtype:
     # never, if blocks are compiled, or always.
     loss_kernel: Literal["never", "compiled", "always"] = "never"
