@@ -280,7 +280,9 @@ def test_a_killed_rank_without_restarts_is_named_with_its_signal(
 ) -> None:
     run = folder / "runs" / "run"
     with ForkedCommand(folder, ["train", "run.yaml", "hardware.devices=2", "--json"]) as command:
-        command.wait_until(lambda: max(training_lines(run), default=0) > SAVE_EVERY + 2)
+        # The checkpoint is written while training goes on.
+        latest = run / "checkpoints" / "latest"
+        command.wait_until(lambda: max(training_lines(run), default=0) > SAVE_EVERY + 2 and latest.exists())
         os.kill(rank_process(command.process.pid, 1), signal.SIGKILL)
         ended = command.wait(60)
     assert (ended.status, ended.out) == (1, "")
