@@ -38,7 +38,7 @@ def readme() -> list[Line]:
             "on our own runs | memory **{}%** ({}%), speed **{}%** ({}%) | on systems that it models: "
             "memory {}% ({}%), speed {}% ({}%); on other published results, in view while its terms were "
             "corrected: {}% ({}%), {}% ({}%); on sources that it had not seen, with what is known of their code: {}% "
-            "({}%), {}% ({}%); by the name of their system alone: {}% ({}%), {}% ({}%); ",
+            "({}%), {}% ({}%); by the name of their system and its launch options: {}% ({}%), {}% ({}%); ",
             [
                 figure
                 for group in ("our own runs", "systems that are modelled", "other sources")
