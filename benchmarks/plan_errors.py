@@ -37,8 +37,11 @@ from shoal.plan.speed.host import host_seconds
 BEGIN, BEGIN_UNSEEN = "<!-- begin: benchmarks/plan_errors.py -->", "<!-- begin: benchmarks/plan_errors.py, unseen -->"
 END = "<!-- end -->"
 # Runs of other systems on an H200, below benchmarks/gpu, and the sources of those that a random generator chose.
-MEASURED = ("trainer_h200/trainer.jsonl", "trainer_h200/drawn.jsonl", "drawn_h200/sft.jsonl", "drawn_h200/loops.jsonl")
-DRAWN = {"trainer-h200-drawn", "sft-h200-drawn", "loops-h200-drawn"}
+MEASURED = (
+    *("trainer_h200/trainer.jsonl", "trainer_h200/drawn.jsonl"),
+    *(f"drawn_h200/{name}.jsonl" for name in ("sft", "loops", "unsloth")),
+)
+DRAWN = {"trainer-h200-drawn", "sft-h200-drawn", "loops-h200-drawn", "unsloth-h200-drawn"}
 # The share of a step from which on its time may be the host's.
 WAITING = 0.7
 # Errors from here on are listed one by one, with what is not known about the run.

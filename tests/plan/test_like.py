@@ -94,7 +94,7 @@ def test_loops_by_hand_are_forecast(system: str) -> None:
         ("megatron", ("fused=true",), "no trait is called fused"),
         ("megatron", ("flash2=perhaps",), "It may be true, false."),
         ("megatron", ("logit_bytes=many",), "It may be a number."),
-        ("megatron", ("fused_rows=2.5",), "It may be a whole number, liger, 4 GiB."),
+        ("megatron", ("fused_rows=2.5",), "It may be a whole number, liger, 4 GiB, 256 MiB."),
     ],
 )
 def test_what_cannot_be_read_is_said_in_one_sentence(system: str, traits: tuple[str, ...], says: str) -> None:

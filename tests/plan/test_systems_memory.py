@@ -160,16 +160,47 @@ def test_autograd_functions_of_adapters_save_each_input_once_but_not_of_8_bit_la
     assert at(eight, "loss", "MLP intermediates") == at(peft, "loss", "MLP intermediates")
 
 
-def test_unsloths_loss_holds_logits_of_up_to_4_gib_in_fp32() -> None:
-    one = tuned("unsloth", length=8192, loss="fused")  # 1 GiB
+def test_fused_adapters_are_pefts_unless_every_layer_of_a_function_has_one() -> None:
+    # As allocated by Unsloth 2026.10.9 on an H200 (benchmarks/gpu/drawn_h200/unsloth.jsonl), compiled or not: without
+    # adapters on the whole MLP it is transformers' own, and each of queries and values casts its input.
+    each = 2 * 32 * 1024 / GIB
+    for compiled in (False, True):
+        some = tuned("unsloth", None, length=1024, targets=("q_proj", "v_proj"), compiled=compiled)
+        assert at(some, "loss", "MLP intermediates") == pytest.approx(3 * 11_008 * each)
+        assert at(some, "loss", "linear inputs") == pytest.approx(2 * 4096 * each)
+        attention = tuned("unsloth", None, length=1024, targets=EVERY[:4], compiled=compiled)
+        assert at(attention, "loss", "MLP intermediates") == pytest.approx(3 * 11_008 * each)
+        assert at(attention, "loss", "linear inputs") == pytest.approx(4096 * each)
+    # Dropout leaves all of them to PEFT.
+    every = tuned("unsloth", None, length=1024)
+    dropped = every.with_(adapter=Adapter(8, EVERY, dropout=True))
+    factors = [at(run, "loss", "MLP intermediates") / (11_008 * each) for run in (every, dropped)]
+    assert factors == pytest.approx([2, 3])
+
+
+def test_attention_may_get_and_return_padded_copies() -> None:
+    run = tuned("unsloth", None, length=1024)
+    padded = run.with_(traits=replace(run.traits, pads_attention=True))
+    # 128 more queries, keys, values and outputs for every 1,024; and the output without them, for the next layer.
+    copies = 32 * 1024 * 4096 * 2 * (4 * 128 / 1024 + 1) / GIB
+    assert at(padded, "loss", "attention padding") == pytest.approx(copies)
+    assert at(run, "loss", "attention padding") == 0
+
+
+def test_unsloths_loss_holds_logits_of_256_mib_and_before_of_up_to_4_gib_in_fp32() -> None:
+    run = tuned("unsloth", length=8192, loss="fused")
+    assert at(run, "loss", "logits chunk") == pytest.approx(2048 * 32_000 * 4 / GIB)
+    small = run.with_(length=1024)
+    assert at(small, "loss", "logits chunk") == pytest.approx(1024 * 32_000 * 4 / GIB)
+    one = run.with_(traits=as_of("unsloth", run.traits, (2026, 9), gpu=run.gpu, model_type="llama"))  # 1 GiB
     assert at(one, "loss", "logits chunk") == pytest.approx(8192 * 32_000 * 2 / GIB)
     five = one.with_(micro_batch=5)  # 4.9 GiB: four parts
     assert at(five, "loss", "logits chunk") == pytest.approx(5 * 8192 / 4 * 32_000 * 2 / GIB)
 
 
 def test_unsloths_qlora_of_llama_3_8b_takes_what_was_measured_on_an_h200() -> None:
-    # benchmarks/gpu/adapters_h200/unsloth.json
-    traits = replace(SYSTEMS["unsloth"], flash2=False)
+    # benchmarks/gpu/adapters_h200/unsloth.json, under the Trainer: with the model's own loss
+    traits = replace(SYSTEMS["unsloth"], flash2=False, fused_rows="4 GiB")
     run = tuned("unsloth", length=2048, micro_batch=4, loss="fused", recompute="offload", traits=traits)
     adapter = Adapter(16, EVERY, "nf4", double_quantized=True)
     run = run.with_(shape=make_run("llama3-8b").shape, adapter=adapter, compiled=True)

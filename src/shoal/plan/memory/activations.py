@@ -15,6 +15,8 @@ from shoal.plan.run.blocks import Linear, linears
 from shoal.plan.run.run import Run
 from shoal.plan.terms import Term, group, leaf
 
+# The most tokens that a sequence is padded by for attention, if its length is a multiple of as many.
+ATTENTION_PADDING = 128
 # The names that `Linear.reads` gives the outputs of norms.
 NORMS = {"norm", "second norm"}
 
@@ -114,9 +116,9 @@ def _peft_inputs(run: Run, tokens: float) -> Term:
     """PEFT casts an input for each adapted layer on its own, unless adapters have its dtype; and 4-bit matmuls may save
     theirs, which all of them share unless each one casts it from fp32. The MLP's last input is with the MLP."""
     own = [] if dropped_inputs(run) else [one for one in adapted(run) if one.reads != "inner"]
-    width = run.adapter_input_bytes * sum(one.local_sizes(run.mesh.tp)[0] for one in own)
-    if run.narrow_adapters or run.fuses_adapters:
-        width = run.compute_bytes * _normed(run.shape, {one.reads for one in own}) * run.shape.hidden
+    shared = [one for one in own if run.narrow_adapters or run.fuses_adapter(one.name)]
+    width = run.adapter_input_bytes * sum(one.local_sizes(run.mesh.tp)[0] for one in own if one not in shared)
+    width += run.compute_bytes * _normed(run.shape, {one.reads for one in shared}) * run.shape.hidden
     if saved := quantized_input_bytes(run):
         frozen = [one for one in linears(run.shape) if one.reads in NORMS]
         shared = len(frozen) if run.layer_bytes > run.compute_bytes else _normed(run.shape, NORMS)
@@ -160,6 +162,10 @@ def _attention(run: Run, tokens: float) -> list[Term]:
         leaf("queries, keys, values", tokens / tp * kept),
         leaf("attention output", tokens / tp * (query * itemsize + 4 * shape.heads)),
     ]
+    if run.traits.pads_attention:
+        more = ATTENTION_PADDING / run.length * (kept + query * itemsize)
+        copied = query * itemsize if "attention" in needed(run) else 0
+        found.append(leaf("attention padding", tokens / tp * (more + copied)))
     if _input_bytes(run) < itemsize and "attention" in needed(run):
         found.append(leaf("attention output in fp8", tokens / tp * query))
     if run.attention == "scores":
@@ -207,7 +213,7 @@ def _mlp(run: Run, tokens: float) -> list[Term]:
     if (run.recomputes_cheap and inner > 1) or has_mlp_in_place(run) or again:
         inner = 0
     # Gated: both factors, and their product as the input of the last linear layer; eager also the activation's output.
-    fused = run.compiled or run.traits.fused_activation or has_mlp_in_place(run)
+    fused = run.fuses_activation
     factors = (2 if fused else 3) if shape.traits.gated else 1
     if shape.traits.saves_activation and inner:
         factors -= 1
@@ -232,10 +238,8 @@ def _routed(run: Run, tokens: float) -> list[Term]:
 
 
 def has_mlp_in_place(run: Run) -> bool:
-    """Whether the backward pass of the MLP works in the tensors that it has saved; not with dropout on adapters."""
-    if not run.fuses_adapters or run.adapter is None or run.adapter.dropout or not run.shape.traits.gated:
-        return False
-    return {"gate_proj", "up_proj", "down_proj"} <= set(run.adapter.targets)
+    """Whether the backward pass of the MLP works in the tensors that it has saved."""
+    return run.fuses_adapter("down_proj") and run.shape.traits.gated
 
 
 def _dora(run: Run) -> list[Term]:

@@ -1,7 +1,7 @@
 """Memory of lm_head and loss: logits are the largest tensor of a step, and often the peak."""
 
 from dataclasses import dataclass
-from math import ceil, log2
+from math import ceil, floor, log2
 
 from shoal.plan.memory.states import dequantized_bytes, has_quantized_head
 from shoal.plan.run.run import Run
@@ -27,6 +27,8 @@ HEAD_TRANSFORM = 4
 FUSED_LABELS = 2024
 # The year whose wheels have PyTorch 2.6 and later.
 REUSED_LOGITS = 2025
+# The logits that a part of a fused loss has at most, if these are 256 MiB, and the fewest and most tokens of a part.
+PART_LOGITS, PART_ROWS = 512 * 151936, (512, 4096)
 # torchtune's chunked losses upcast logits to fp32 in eight chunks.
 UPCAST_CHUNKS = 8
 
@@ -86,7 +88,7 @@ def head(run: Run) -> Head:
         if run.traits.sums_head_gradient:  # beside it, that of a part, and in fp32
             head_gradient *= (2 * itemsize + 4) / itemsize
         # A compiled part writes the gradient of its logits over them.
-        each = itemsize if run.traits.fused_rows == "4 GiB" else itemsize + 4
+        each = {"4 GiB": itemsize, "256 MiB": 4}.get(str(run.traits.fused_rows), itemsize + 4)
         chunk = fused_rows(run) * columns * each
     elif run.traits.chunks == "projected" and not run.compiled:
         # The log-softmax of every chunk, the two gradients of one, and the hidden states of the tokens that have
@@ -124,6 +126,9 @@ def fused_rows(run: Run) -> float:
     if rows == "4 GiB":
         parts = 4 * tokens * run.shape.vocab / (4 * GIB)
         return tokens if parts <= 1 else ceil(tokens / (4 * ceil(parts / 4)))
+    if rows == "256 MiB":
+        least, most = PART_ROWS
+        return min(tokens, min(max(1 << floor(log2(PART_LOGITS / run.shape.vocab)), least), most))
     return min(rows or tokens, tokens)
 
 

@@ -7,8 +7,11 @@ from shoal.plan.run.trained import FROZEN, Adapter, Trained
 
 __all__ = ["FROZEN", "ONE", "Adapter", "Run", "Trained"]
 
-# What frozen matrices under adapters that are autograd functions may be stored as.
+# What frozen matrices under adapters that are autograd functions may be stored as, and the layers that one function is
+# for. Adapters are PEFT's after all unless each of its layers has one (get_peft_model in unsloth/models/llama.py,
+# apply_lora_kernel_patches in axolotl/monkeypatch/lora_kernels.py).
 FUSED = (None, "nf4", "fp4")
+FUSED_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj", "down_proj"))
 
 
 @dataclass(frozen=True)
@@ -93,16 +96,25 @@ class Run(Settings):
             return self.narrow and not quantized
         return quantized if which == "quantized" else which
 
+    def fuses_adapter(self, name: str) -> bool:
+        """Whether the adapter of a layer is part of an autograd function of its own, which is not for layers in 8 bits
+        and not with dropout."""
+        adapter = self.adapter
+        if adapter is None or not self.traits.fused_adapters or adapter.dropout or adapter.quantize not in FUSED:
+            return False
+        return any(name in layers and set(layers) <= set(adapter.targets) for layers in FUSED_TOGETHER)
+
     @property
-    def fuses_adapters(self) -> bool:
-        """Whether adapters are autograd functions of their own, which are not for layers in 8 bits."""
-        return self.traits.fused_adapters and self.adapter is not None and self.adapter.quantize in FUSED
+    def fuses_activation(self) -> bool:
+        """Whether the MLP's activation function is one kernel with the product that follows."""
+        if self.traits.fused_activation == "adapted":
+            return self.fuses_adapter("down_proj")
+        return self.traits.fused_activation or self.compiled or self.fuses_adapter("down_proj")
 
     @property
     def adapter_input_bytes(self) -> int:
         """Bytes per element of an adapter's input, as saved: PEFT casts it to fp32 and autocast back."""
-        own = self.narrow_adapters or self.fuses_adapters
-        wide = self.traits.peft and not own and not self.autocasts
+        wide = self.traits.peft and not self.narrow_adapters and not self.autocasts
         return 4 if wide else self.compute_bytes
 
     @property

@@ -71,9 +71,10 @@ def _eager_kernels(run: Run, adapter: Adapter, one: Linear) -> Seconds:
     inputs, outputs = one.local_sizes(run.mesh.tp)
     read = run.attention_bytes if one.reads == "attention" else run.layer_bytes
     made, computed = run.layer_bytes, run.adapter_bytes
-    peft = run.traits.peft and not run.fuses_adapters
+    fused = run.fuses_adapter(one.name)
+    peft = run.traits.peft and not fused
     stored = 4 if peft and not run.narrow_adapters else run.compute_bytes
-    if run.fuses_adapters:
+    if fused:
         # The matmul that adds reads what it adds to, in either pass.
         return _seconds(run, [Kernel(outputs, made)], [Kernel(inputs, read)])
     quantized, autocast = adapter.quantize is not None, run.autocasts

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shoal.catalogue.efficiency import MULTIPROCESSORS, clock
 from shoal.catalogue.gpus import Gpu
-from shoal.plan.memory.activations import has_head_norms, has_mlp_in_place
+from shoal.plan.memory.activations import has_head_norms
 from shoal.plan.run.blocks import biased_outputs, linears
 from shoal.plan.run.run import Run
 from shoal.plan.speed.cache import cached_seconds
@@ -219,7 +219,7 @@ def _repeated_keys(run: Run) -> tuple[list[Kernel], list[Kernel]]:
 def _feed_forward(run: Run) -> tuple[list[Kernel], list[Kernel]]:
     """The activation function, and its product with the gate's other half."""
     inner, itemsize = run.shape.ffn / run.mesh.tp, run.layer_bytes
-    if (run.traits.fused_activation or has_mlp_in_place(run)) and run.shape.traits.gated:
+    if run.fuses_activation and run.shape.traits.gated:
         return [Kernel(inner, 3 * itemsize, fused=True)], [Kernel(inner, 5 * itemsize, fused=True)]
     one, product = [Kernel(inner, 2 * itemsize)], [Kernel(inner, 3 * itemsize)]
     return (one + product, 3 * product) if run.shape.traits.gated else (one, product)

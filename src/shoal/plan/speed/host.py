@@ -1,7 +1,7 @@
 """The host's time: what it takes to launch a micro-batch's kernels, which a faster device waits for."""
 
 from shoal.plan.memory.states import adapted
-from shoal.plan.run.blocks import linears
+from shoal.plan.run.blocks import Linear, linears
 from shoal.plan.run.run import Run
 from shoal.plan.speed.launched import LLAMA_OPERATIONS, block_operations
 
@@ -90,7 +90,7 @@ def launch_gaps(run: Run, blocks: int) -> float:
         return 0.0
     kernels = block_operations(run)
     if run.adapter is not None:
-        kernels += _adapter_launches(run)[1] * len(adapted(run))
+        kernels += sum(_adapter_launches(run, one)[1] for one in adapted(run))
     if run.casts_weights:
         kernels *= AUTOCAST_HOST
     # A forward pass has a third of the kernels of both.
@@ -110,7 +110,7 @@ def _launching(run: Run, blocks: int) -> float:
     if not run.compiled:
         block *= _relative_operations(run)
     if run.adapter is not None:
-        block += _adapter_launches(run)[0] * len(adapted(run))
+        block += sum(_adapter_launches(run, one)[0] for one in adapted(run))
         if run.adapter.quantize is not None:
             bare = run.adapter.quantize != "gptq" and run.layer_bytes == run.compute_bytes
             each = DEQUANTIZED_HOST if bare else QUANTIZED_HOST
@@ -144,9 +144,9 @@ def _relative_operations(run: Run) -> float:
     return block_operations(run) / LLAMA_OPERATIONS * (ENCODER_HOST if run.shape.traits.post_norm else 1.0)
 
 
-def _adapter_launches(run: Run) -> tuple[float, int]:
+def _adapter_launches(run: Run, one: Linear) -> tuple[float, int]:
     """Host time and kernels of one adapted layer."""
-    if run.fuses_adapters or not run.traits.peft:
+    if run.fuses_adapter(one.name) or not run.traits.peft:
         return OWN_ADAPTER_HOST, OWN_ADAPTER_KERNELS
     if run.narrow_adapters:
         return NARROW_ADAPTER_HOST, NARROW_ADAPTER_KERNELS

@@ -67,12 +67,14 @@ BF16_DEQUANTIZED: Month = (2024, 3)
 # From DeepSpeed 0.12.4 on, ZeRO-1 and 2 all-reduce gradients; before, each went to the rank that updates it.
 BUCKET_ALL_REDUCE: Month = (2023, 12)
 # axolotl's kernels for adapters; the entropy that TRL logs, and its loss in parts; Unsloth's fused loss, and the larger
-# parts of it, with which inputs of blocks come back from the host while other blocks are computed.
+# parts of it, with which inputs of blocks come back from the host while other blocks are computed; and kernels of its
+# own for it, whose parts are small (2026.10.6).
 ADAPTER_KERNELS: Month = (2025, 4)
 LOGGED_ENTROPY: Month = (2025, 8)
 CHUNKED_LOSS: Month = (2026, 6)
 FUSED_LOSS: Month = (2025, 8)
 LARGE_PARTS: Month = (2026, 7)
+FEW_ROWS: Month = (2026, 11)
 # torchtune 0.7: LinearCrossEntropyLoss in place of CEWithChunkedOutputLoss.
 PROJECTED_LOSS: Month = (2025, 5)
 # nanotron's `tp_recompute_allgather`.
@@ -161,7 +163,7 @@ def _own(system: str, traits: SystemTraits, date: Month) -> dict[str, Any]:
     if system == "unsloth":
         before = date < OTHER_STREAM
         exposes = "both" if before else "back" if date < LARGE_PARTS else ""
-        rows: Any = 512 if date < LARGE_PARTS else traits.fused_rows
+        rows: Any = 512 if date < LARGE_PARTS else "4 GiB" if date < FEW_ROWS else traits.fused_rows
         return {"exposes_offload": exposes, "fused_rows": rows, "expandable_segments": not before}
     if system == "torchtitan-2025":
         return {"unfused_norms": date < FUSED_RMS_NORM}

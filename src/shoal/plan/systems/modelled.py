@@ -182,7 +182,8 @@ LLAMA_FACTORY = replace(
 )
 # Kernels of its own (unsloth/kernels): RMSNorm, rotary embeddings, SwiGLU; a cross-entropy that overwrites the logits
 # with their gradient, or, since August 2025, that holds those of a part (get_chunk_size in
-# unsloth_zoo/fused_losses/cross_entropy_loss.py; 4 GiB since July 2026); adapters in fp32 (prepare_model_for_training)
+# unsloth_zoo/fused_losses/cross_entropy_loss.py; 4 GiB from July 2026 on, and since October 2026 those of 512 tokens or
+# more, fused_linear_rows in fused_linear.py); adapters in fp32 (prepare_model_for_training)
 # whose backward pass recomputes the MLP's product (fast_lora.py); and checkpoints that are like the reentrant ones
 # (UnslothCheckpointFunction in unsloth_zoo/gradient_checkpointing.py).
 UNSLOTH = replace(
@@ -191,8 +192,8 @@ UNSLOTH = replace(
     loss_kernel="always",
     # convert_outputs_to_fp32 around the model's forward in accelerate/accelerator.py: an fp32 copy beside the logits
     kernel_logit_bytes=6.0,
-    fused_rows="4 GiB",
-    fused_activation=True,
+    fused_rows="256 MiB",
+    fused_activation="adapted",  # apply_lora_mlp_swiglu in unsloth/kernels/fast_lora.py
     reentrant=True,
     # xFormers' kernel where the flash-attn package has none: unsloth/utils/attention_dispatch.py
     grouped_attention=False,

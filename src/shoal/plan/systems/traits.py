@@ -26,6 +26,10 @@ class SystemTraits:
     # Attention is given fewer heads of keys than of queries, for which SDPA has no fused kernel in fp32 and before
     # Ampere (enable_gqa; use_gqa_in_sdpa in transformers since 4.48). Else they are repeated, or it is another kernel.
     grouped_attention: bool = True
+    # Attention is given copies of queries, keys and values with up to 128 more tokens per sequence, and its output is
+    # copied without them: Unsloth since October 2026 where SDPA runs cuDNN's kernels (_cudnn_length_bucketed_sdpa in
+    # unsloth/utils/attention_dispatch.py), on Hopper without xFormers and flash-attn.
+    pads_attention: bool = False
     # Padding is removed before attention and put back after it even where there is none, which copies what it reads and
     # returns.
     unpads: bool = False
@@ -77,8 +81,10 @@ class SystemTraits:
     graphs_layers: bool = False
     # Tokens whose logits a fused loss holds at a time; 0: it is a chunked loss. `liger`: as many as make logits as
     # large as the hidden states, rounded up to a power of two. `4 GiB`: as many as have logits of that size in fp32, in
-    # one part, or in equal parts whose number is a multiple of four, each in one compiled kernel.
-    fused_rows: int | Literal["liger", "4 GiB"] = 0
+    # one part, or in equal parts whose number is a multiple of four, each in one compiled kernel. `256 MiB`: as many as
+    # have about as many logits in fp32, a power of two from 512 to 4,096 (Unsloth under TRL's SFTTrainer; under the
+    # Trainer it is `4 GiB`).
+    fused_rows: int | Literal["liger", "4 GiB", "256 MiB"] = 0
     # The gradient of the head's weight is computed for each of these parts, cast to fp32 and then added to that of the
     # others: Liger from 0.6.3 to 0.7 (fused_linear_cross_entropy.py); else the matmul adds to it.
     sums_head_gradient: bool = False
@@ -164,8 +170,9 @@ class SystemTraits:
     # read one tensor save it once, in its dtype; what an adapter returns is added by its matmul (`addmm_`); and in a
     # gated MLP, the backward pass computes the product of its factors again, and overwrites them with their gradients.
     fused_adapters: bool = False
-    # The activation function of the MLP is one kernel, compiled or not, that saves only its inputs.
-    fused_activation: bool = False
+    # The activation function of the MLP is one kernel, compiled or not, that saves only its inputs. `adapted`: only if
+    # all layers of the MLP have fused adapters, else the MLP is transformers' own, also if `compiled`.
+    fused_activation: bool | Literal["adapted"] = False
     # The backward pass of a gated MLP computes the product of its factors again, with their gradients, in place of
     # saving it as the input of the last layer (_SwiGLUFusedFunc in xformers/ops/swiglu_op.py).
     multiplies_again: bool = False
