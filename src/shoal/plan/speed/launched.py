@@ -2,7 +2,7 @@
 
 Counted on the blocks of transformers, as the dispatcher sees them, views as half because they launch nothing: 171 in a
 Llama, 207 with eager attention, 224 in a Qwen3, whose norms of queries and keys are written out too, 112 in a
-GPT-NeoX. tests/plan/test_launched.py counts them again.
+GPT-NeoX. tests/plan/speed/test_launched.py counts them again.
 """
 
 from shoal.catalogue.architectures import architecture_of

@@ -20,7 +20,7 @@ from shoal.plan.systems.traits import SystemTraits
 from shoal.plan.terms import GIB, Term
 from tests.plan.planning import make_run, plan
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # The matrices of Llama 2's 32 blocks, and its head.
 BLOCKS, HEAD = 32 * (4 * 4096**2 + 3 * 4096 * 11_008), 32_000 * 4096
@@ -103,7 +103,7 @@ def test_trl_keeps_the_weights_under_adapters_in_fp32_and_autocast_copies_them()
 
 
 def test_what_a_recomputed_blocks_forward_pass_has_left_stays_reserved_beside_the_loss() -> None:
-    # Where steps are not replayed (tests/plan/test_fragmentation.py): DeepSpeed's.
+    # Where steps are not replayed (tests/plan/memory/test_fragmentation.py): DeepSpeed's.
     run = tuned("deepspeed", None, recompute="full", micro_batch=2)
     memory = forecast_memory(run)
     assert memory.worst.peak.name == "loss"

@@ -14,7 +14,7 @@ from shoal.plan.systems.modelled import SYSTEMS
 from shoal.plan.terms import GIB
 from tests.plan.planning import make_run
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TRAINER = {"precision": "bf16-true", "compiled": False, "loss": "plain", "traits": SYSTEMS["axolotl"]}
 
 

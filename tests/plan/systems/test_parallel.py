@@ -19,8 +19,8 @@ from shoal.plan.systems.modelled import SYSTEMS
 from shoal.plan.systems.traits import SystemTraits
 from shoal.plan.terms import GIB
 from tests.plan.planning import make_run, plan
-from tests.plan.test_other_systems import term
-from tests.plan.test_systems_memory import at
+from tests.plan.systems.test_memory import at
+from tests.plan.systems.test_other_systems import term
 
 
 def trained(traits: SystemTraits, *, precision: str = "16-mixed", strategy: str = "zero1", ranks: int = 4) -> Run:

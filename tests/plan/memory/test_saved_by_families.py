@@ -10,7 +10,7 @@ from shoal.catalogue.shapes import ModelShape, shape_from_sizes
 from shoal.plan.memory.activations import block_kept
 from shoal.plan.run.run import Run
 from tests.catalogue.forecast_only import config_of
-from tests.plan.test_saved_tensors import LENGTH, MICRO_BATCH, saved_bytes
+from tests.plan.memory.test_saved_tensors import LENGTH, MICRO_BATCH, saved_bytes
 
 DROPOUTS = (
     "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "dropout", "embd_pdrop", "hidden_dropout_prob",

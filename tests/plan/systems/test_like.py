@@ -14,7 +14,7 @@ from shoal.plan.systems.earlier import as_of
 from shoal.plan.systems.like import NAMES, read_like, shown_value
 from shoal.plan.systems.traits import SystemTraits
 
-PAGE = Path(__file__).parents[2] / "docs" / "traits.md"
+PAGE = Path(__file__).parents[3] / "docs" / "traits.md"
 RUN = ("data.max_length=2048", "train.global_batch=64", "hardware.devices=8")
 
 

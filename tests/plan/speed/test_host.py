@@ -9,7 +9,7 @@ from shoal.plan.speed.forecast import forecast_speed
 from shoal.plan.speed.host import host_seconds
 from shoal.plan.systems.modelled import SYSTEMS
 from tests.plan.planning import make_run
-from tests.plan.test_other_systems import HUGGING_FACE, MEGATRON, seconds, term
+from tests.plan.systems.test_other_systems import HUGGING_FACE, MEGATRON, seconds, term
 
 
 def test_the_cpu_beside_a_gh200_launches_kernels_more_slowly():

@@ -10,7 +10,7 @@ from shoal.catalogue.shapes import shape_from_sizes
 from shoal.plan.memory.activations import block_kept
 from shoal.plan.run.run import FROZEN, Adapter, Run
 from shoal.plan.systems.modelled import SYSTEMS
-from tests.plan.test_saved_tensors import saved_bytes
+from tests.plan.memory.test_saved_tensors import saved_bytes
 
 EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 HIDDEN, HEADS, FFN, VOCABULARY, MICRO_BATCH, LENGTH = 128, 4, 384, 64, 2, 256

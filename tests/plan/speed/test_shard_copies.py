@@ -18,10 +18,10 @@ from shoal.plan.speed.forecast import forecast_speed
 from shoal.plan.speed.kernels import contiguous_rate
 from shoal.plan.systems.modelled import SYSTEMS
 from tests.plan.planning import make_run
-from tests.plan.test_other_systems import term
+from tests.plan.systems.test_other_systems import term
 
 NAME = "copies around collectives"
-MEASURED = Path(__file__).parents[2] / "benchmarks" / "gpu" / "fsdp_copies_h200" / "fsdp_copies.json"
+MEASURED = Path(__file__).parents[3] / "benchmarks" / "gpu" / "fsdp_copies_h200" / "fsdp_copies.json"
 
 
 def on_eight(system: str, **settings: Any) -> Run:

@@ -18,9 +18,9 @@ from shoal.plan.speed.forecast import forecast_speed
 from shoal.plan.speed.launched import ROTARY, block_operations
 from shoal.plan.systems.modelled import SYSTEMS
 from tests.plan.planning import make_run
-from tests.plan.test_launched import Operations
+from tests.plan.speed.test_launched import Operations
 
-MEASURED = Path(__file__).parents[2] / "benchmarks" / "gpu" / "torchtune_h200" / "kernels.json"
+MEASURED = Path(__file__).parents[3] / "benchmarks" / "gpu" / "torchtune_h200" / "kernels.json"
 Rotation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 TORCHTUNE = SYSTEMS["torchtune"]
 

@@ -26,9 +26,9 @@ from shoal.plan.speed.kernels import contiguous_rate, matmul_seconds
 from shoal.plan.speed.optimizer import optimizer_seconds
 from shoal.plan.systems.modelled import SYSTEMS
 from tests.plan.planning import make_run
-from tests.plan.test_other_systems import DEEPSPEED, HUGGING_FACE, LINEARS, MEGATRON, adapted, seconds, term
+from tests.plan.systems.test_other_systems import DEEPSPEED, HUGGING_FACE, LINEARS, MEGATRON, adapted, seconds, term
 
-GPU = Path(__file__).parents[2] / "benchmarks" / "gpu"
+GPU = Path(__file__).parents[3] / "benchmarks" / "gpu"
 MEASURED = GPU / "adapters_h200" / "kernels.json"
 
 

@@ -16,7 +16,7 @@ from shoal.plan.speed.ring import Operation
 from shoal.plan.systems.modelled import SYSTEMS
 from shoal.plan.systems.traits import SystemTraits
 from tests.plan.planning import make_run
-from tests.plan.test_other_systems import term
+from tests.plan.systems.test_other_systems import term
 
 DEEPSPEED = SYSTEMS["deepspeed"]
 OVERLAPPED = replace(DEEPSPEED, overlaps_gradients=True, bucket_elements=2e8)

@@ -13,7 +13,7 @@ from shoal.plan.run.blocks import Linear
 from shoal.plan.run.run import Run
 from shoal.plan.speed.linear import linear_seconds
 
-MEASURED = Path(__file__).parents[2] / "benchmarks" / "gpu" / "grouped_matmuls_h200" / "grouped_matmuls.json"
+MEASURED = Path(__file__).parents[3] / "benchmarks" / "gpu" / "grouped_matmuls_h200" / "grouped_matmuls.json"
 PLAN = {
     "data": {"max_length": 4096},
     "train": {"steps": 10, "global_batch": 1, "micro_batch": 1, "precision": "bf16-true"},

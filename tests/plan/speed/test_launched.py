@@ -19,7 +19,7 @@ from shoal.plan.speed.launched import block_operations
 from shoal.plan.systems.modelled import SYSTEMS
 from tests.plan.planning import make_run
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TRAITS = SYSTEMS["huggingface"]
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
 
