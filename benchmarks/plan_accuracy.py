@@ -20,7 +20,7 @@ from shoal.plan.machine import usual_network
 from shoal.plan.memory.forecast import forecast_memory
 from shoal.plan.run.run import FROZEN, Adapter, Run, Trained
 from shoal.plan.speed.forecast import forecast_speed
-from shoal.plan.systems.modelled import HUGGING_FACE, LITGPT, OURS, SYSTEMS
+from shoal.plan.systems.modelled import HUGGING_FACE, LITGPT, OURS, SYSTEMS, TORCHTITAN_2024, TORCHTITAN_2025
 from shoal.plan.systems.traits import SystemTraits
 from shoal.plan.terms import GIB, group
 
@@ -33,8 +33,10 @@ TRAITS: dict[str, SystemTraits] = {
     # Measured before the residual stream was in fp32; and earlier, before the optimizer step was one fused kernel.
     "shoal-narrow": replace(OURS, wide_residual_stream=False, separate_head_unit=False),
     "shoal-first": replace(OURS, wide_residual_stream=False, separate_head_unit=False, fused_step=False),
-    # With its asynchronous tensor parallelism, as the 405B rows of its tables are.
-    "torchtitan-async": replace(SYSTEMS["torchtitan"], overlaps_tensor=True),
+    # Of 2024, and with its asynchronous tensor parallelism, as the 405B rows of its tables are.
+    "torchtitan": TORCHTITAN_2024,
+    "torchtitan-async": replace(TORCHTITAN_2024, overlaps_tensor=True),
+    "torchtitan-2025": TORCHTITAN_2025,
     "litgpt-autocast": replace(LITGPT, wide_residual_stream=True, casts_per_use=True),
 }
 SHAPES = {"llama3-405b": "llama3.1-405b", "llama-8.03b": "llama3-8b", "llama-1.24b": "llama3.2-1b"}

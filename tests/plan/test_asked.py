@@ -6,6 +6,7 @@ from shoal import api
 from shoal.mistakes import UserMistake
 from shoal.plan.report import Plan
 from shoal.plan.run.layout import Rank
+from shoal.plan.systems.traits import SystemTraits
 
 GPT3 = "model.shape={family: gpt2, hidden: 12288, layers: 96, heads: 96, vocab: 51200, positions: 2048}"
 
@@ -46,6 +47,25 @@ def test_frozen_weights_in_16_bits_are_not_cast_whatever_the_precision_is_called
         asked("huggingface", *shape, *batch, f"train.precision={one}") for one in ("bf16-mixed", "bf16-true")
     )
     assert tokens(mixed) == pytest.approx(tokens(narrow), rel=0.02)
+
+
+def test_torchtitan_is_todays_unless_a_month_says_otherwise() -> None:
+    def traits(month: str, gpu: str = "h100-80gb") -> SystemTraits:
+        settings = ("model.shape=llama3-8b", f"hardware.gpu={gpu}", "hardware.devices=8")
+        return asked(f"torchtitan{month}", *settings).choice.run.traits
+
+    today, year = traits(""), traits("@2024-09")
+    assert (today.loss_kernel, today.repeats_keys, today.flash2, today.foreach_step) == (
+        "compiled",
+        False,
+        False,
+        False,
+    )
+    assert (year.loss_kernel, year.repeats_keys, year.flash2, year.foreach_step) == ("never", True, True, True)
+    # cuDNN's attention came first on Blackwell.
+    assert traits("@2025-07").flash2
+    assert not traits("@2025-07", "b200").flash2
+    assert not traits("@2026-03").repeats_keys
 
 
 def test_libraries_before_hopper_are_no_faster_on_it_than_the_first_ones() -> None:

@@ -176,6 +176,10 @@ def test_fused_adapters_are_pefts_unless_every_layer_of_a_function_has_one() -> 
     dropped = every.with_(adapter=Adapter(8, EVERY, dropout=True))
     factors = [at(run, "loss", "MLP intermediates") / (11_008 * each) for run in (every, dropped)]
     assert factors == pytest.approx([2, 3])
+    # Not axolotl's, since August 2026.
+    july = as_of("axolotl", SYSTEMS["axolotl"], (2026, 7), gpu=every.gpu, model_type="llama")
+    systems = SYSTEMS["unsloth"], SYSTEMS["axolotl"], july
+    assert [dropped.with_(traits=one).fuses_adapter("q_proj") for one in systems] == [False, True, False]
 
 
 def test_attention_may_get_and_return_padded_copies() -> None:

@@ -15,7 +15,7 @@ from shoal.plan.run.run import Run
 from shoal.plan.speed.communication import Group, collective_seconds
 from shoal.plan.speed.compute import block_compute
 from shoal.plan.speed.forecast import forecast_speed
-from shoal.plan.systems.modelled import SYSTEMS
+from shoal.plan.systems.modelled import SYSTEMS, TORCHTITAN_2024, TORCHTITAN_2025
 from shoal.plan.systems.traits import SystemTraits
 from shoal.plan.terms import GIB
 from tests.plan.planning import make_run, plan
@@ -208,7 +208,7 @@ def test_what_is_gathered_along_the_sequence_is_copied_and_its_gradients_are_add
 
 
 def test_a_norm_of_pytorch_is_one_kernel_since_2_9():
-    before, since = (make_run(traits=SYSTEMS[one], compiled=False) for one in ("torchtitan", "torchtitan-2025"))
+    before, since = (make_run(traits=one, compiled=False) for one in (TORCHTITAN_2024, TORCHTITAN_2025))
     assert block_compute(since).elementwise.forward < 0.7 * block_compute(before).elementwise.forward
 
 

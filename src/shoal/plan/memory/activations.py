@@ -116,9 +116,9 @@ def _peft_inputs(run: Run, tokens: float) -> Term:
     """PEFT casts an input for each adapted layer on its own, unless adapters have its dtype; and 4-bit matmuls may save
     theirs, which all of them share unless each one casts it from fp32. The MLP's last input is with the MLP."""
     own = [] if dropped_inputs(run) else [one for one in adapted(run) if one.reads != "inner"]
-    shared = [one for one in own if run.narrow_adapters or run.fuses_adapter(one.name)]
-    width = run.adapter_input_bytes * sum(one.local_sizes(run.mesh.tp)[0] for one in own if one not in shared)
-    width += run.compute_bytes * _normed(run.shape, {one.reads for one in shared}) * run.shape.hidden
+    as_they_are = [one for one in own if run.narrow_adapters or run.fuses_adapter(one.name)]
+    width = run.adapter_input_bytes * sum(one.local_sizes(run.mesh.tp)[0] for one in own if one not in as_they_are)
+    width += run.compute_bytes * _normed(run.shape, {one.reads for one in as_they_are}) * run.shape.hidden
     if saved := quantized_input_bytes(run):
         frozen = [one for one in linears(run.shape) if one.reads in NORMS]
         shared = len(frozen) if run.layer_bytes > run.compute_bytes else _normed(run.shape, NORMS)
@@ -238,8 +238,9 @@ def _routed(run: Run, tokens: float) -> list[Term]:
 
 
 def has_mlp_in_place(run: Run) -> bool:
-    """Whether the backward pass of the MLP works in the tensors that it has saved."""
-    return run.fuses_adapter("down_proj") and run.shape.traits.gated
+    """Whether the backward pass of the MLP works in the tensors that it has saved; not with dropout on adapters."""
+    dropped = run.adapter is not None and run.adapter.dropout
+    return run.fuses_adapter("down_proj") and run.shape.traits.gated and not dropped
 
 
 def _dora(run: Run) -> list[Term]:

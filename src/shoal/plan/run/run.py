@@ -97,10 +97,12 @@ class Run(Settings):
         return quantized if which == "quantized" else which
 
     def fuses_adapter(self, name: str) -> bool:
-        """Whether the adapter of a layer is part of an autograd function of its own, which is not for layers in 8 bits
-        and not with dropout."""
-        adapter = self.adapter
-        if adapter is None or not self.traits.fused_adapters or adapter.dropout or adapter.quantize not in FUSED:
+        """Whether the adapter of a layer is part of an autograd function of its own, which is not for layers in 8 bits,
+        and may not be with dropout."""
+        adapter, fused = self.adapter, self.traits.fused_adapters
+        if adapter is None or not fused or adapter.quantize not in FUSED:
+            return False
+        if adapter.dropout and fused != "dropout":
             return False
         return any(name in layers and set(layers) <= set(adapter.targets) for layers in FUSED_TOGETHER)
 

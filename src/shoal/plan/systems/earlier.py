@@ -20,7 +20,7 @@ HOPPER = (9, 0)
 NEW_WHEELS: Month = (2024, 10)
 HOPPER_WHEELS: Month = (2025, 8)
 # Usually run in NVIDIA's containers, whose libraries are of their day; torchtitan's results are of nightly builds.
-CURRENT_LIBRARIES = {"megatron", "megatron-deepspeed", "nemo", "torchtitan", "torchtitan-2025"}
+CURRENT_LIBRARIES = {"megatron", "megatron-deepspeed", "nemo", "torchtitan"}
 # Until PyTorch 2.11, its attention on Hopper was flash attention 2 rather than cuDNN's; and until the end of 2024
 # that of Transformer Engine, by default (NeMo only from 24.01 to 24.07: NVTE_FUSED_ATTN in its launcher).
 CUDNN_ATTENTION: Month = (2026, 3)
@@ -28,10 +28,15 @@ ENGINE_ATTENTION: Month = (2025, 1)
 NEMO_ATTENTION: tuple[Month, Month] = ((2024, 1), (2024, 8))
 # NeMo's overlaps of tensor-parallel collectives and of all-gathered weights came with version 1.20.
 NEMO_OVERLAPS: Month = (2023, 6)
-# From PyTorch 2.8 on, the Trainer's AdamW is fused (TrainingArguments.optim); torchtitan's `optimizer.fused` was off by
-# default until 2025.
+# From PyTorch 2.8 on, the Trainer's AdamW is fused (TrainingArguments.optim).
 FUSED_ADAMW: Month = (2025, 8)
-TITAN_FUSED_ADAMW: Month = (2025, 1)
+# torchtitan: its loss is compiled with its blocks; AdamW is fused by default (pull request 881); attention is cuDNN's,
+# on Blackwell first (1196, 1776); keys are not repeated (2259).
+TITAN_COMPILED_LOSS: Month = (2025, 1)
+TITAN_FUSED_ADAMW: Month = (2025, 3)
+TITAN_CUDNN_BLACKWELL: Month = (2025, 6)
+TITAN_CUDNN: Month = (2025, 10)
+TITAN_GROUPED: Month = (2026, 2)
 # From July 2025 on PyTorch's nightly builds have nn.RMSNorm as one kernel.
 FUSED_RMS_NORM: Month = (2025, 8)
 # transformers 5 is the first version whose activation checkpointing is not reentrant by default.
@@ -66,10 +71,11 @@ FREED_INPUTS: Month = (2024, 7)
 BF16_DEQUANTIZED: Month = (2024, 3)
 # From DeepSpeed 0.12.4 on, ZeRO-1 and 2 all-reduce gradients; before, each went to the rank that updates it.
 BUCKET_ALL_REDUCE: Month = (2023, 12)
-# axolotl's kernels for adapters; the entropy that TRL logs, and its loss in parts; Unsloth's fused loss, and the larger
-# parts of it, with which inputs of blocks come back from the host while other blocks are computed; and kernels of its
-# own for it, whose parts are small (2026.10.6).
+# axolotl's kernels for adapters, and with dropout (its pull requests 3528 and 3806); the entropy that TRL logs, and its
+# loss in parts; Unsloth's fused loss, and the larger parts of it, with which inputs of blocks come back from the host
+# while other blocks are computed; and kernels of its own for it, whose parts are small (2026.10.6).
 ADAPTER_KERNELS: Month = (2025, 4)
+DROPPED_INPUTS: Month = (2026, 8)
 LOGGED_ENTROPY: Month = (2025, 8)
 CHUNKED_LOSS: Month = (2026, 6)
 FUSED_LOSS: Month = (2025, 8)
@@ -112,7 +118,7 @@ def as_of(system: str, traits: SystemTraits, date: Month, *, gpu: Gpu, model_typ
             del changes["eager_attention"]
     if system in TRAINERS or system in ("transformers", "litgpt", "kempnerforge"):
         changes["flash2"] = traits.flash2 or date < CUDNN_ATTENTION
-    changes |= _own(system, traits, date)
+    changes |= _own(system, traits, date, gpu)
     return replace(traits, **changes)
 
 
@@ -151,13 +157,14 @@ def _with_transformers(traits: SystemTraits, date: Month) -> dict[str, Any]:
     return changes
 
 
-def _own(system: str, traits: SystemTraits, date: Month) -> dict[str, Any]:
+def _own(system: str, traits: SystemTraits, date: Month, gpu: Gpu) -> dict[str, Any]:
     """What a system itself has changed."""
     if system == "deepspeed":
         changes: dict[str, Any] = {"all_reduces": date >= BUCKET_ALL_REDUCE, "reentrant": date < NOT_REENTRANT}
         return changes | ({"logit_bytes": 16.0} if date < HELD_LOGITS else {})
     if system == "axolotl":
-        return {"fused_adapters": date >= ADAPTER_KERNELS}
+        with_dropout: Any = "dropout" if date >= DROPPED_INPUTS else True
+        return {"fused_adapters": date >= ADAPTER_KERNELS and with_dropout}
     if system == "trl":
         return {"logs_entropy": date >= LOGGED_ENTROPY}
     if system == "unsloth":
@@ -165,10 +172,8 @@ def _own(system: str, traits: SystemTraits, date: Month) -> dict[str, Any]:
         exposes = "both" if before else "back" if date < LARGE_PARTS else ""
         rows: Any = 512 if date < LARGE_PARTS else "4 GiB" if date < FEW_ROWS else traits.fused_rows
         return {"exposes_offload": exposes, "fused_rows": rows, "expandable_segments": not before}
-    if system == "torchtitan-2025":
-        return {"unfused_norms": date < FUSED_RMS_NORM}
     if system == "torchtitan":
-        return {"foreach_step": date < TITAN_FUSED_ADAMW}
+        return _torchtitan(date, blackwell=(gpu.compute_capability or HOPPER) > HOPPER)
     if system == "nemo":
         since = date >= NEMO_OVERLAPS
         attention = NEMO_ATTENTION[0] <= date < NEMO_ATTENTION[1]
@@ -180,6 +185,16 @@ def _own(system: str, traits: SystemTraits, date: Month) -> dict[str, Any]:
     if system == "megatron":
         return {"flash2": date < ENGINE_ATTENTION}
     return {}
+
+
+def _torchtitan(date: Month, *, blackwell: bool) -> dict[str, Any]:
+    return {
+        "loss_kernel": "compiled" if date >= TITAN_COMPILED_LOSS else "never",
+        "unfused_norms": date < FUSED_RMS_NORM,
+        "foreach_step": date < TITAN_FUSED_ADAMW,
+        "flash2": date < (TITAN_CUDNN_BLACKWELL if blackwell else TITAN_CUDNN),
+        "repeats_keys": date < TITAN_GROUPED,
+    }
 
 
 def defaults_of(system: str, defaults: dict[str, Any], date: Month | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.config.schema_train import RecomputeConfig
-from shoal.plan.systems.modelled import DEEPSPEED, HUGGING_FACE, MEGATRON, TORCHTITAN
+from shoal.plan.systems.modelled import DEEPSPEED, HUGGING_FACE, MEGATRON, TORCHTITAN_2024
 from shoal.plan.systems.traits import SystemTraits
 
 # A loop of one's own around transformers' models: the loss of their outputs, which it holds until the next ones,
@@ -135,7 +135,7 @@ LLM_C = replace(
     planned_memory=True,
 )
 # FSDP2 with embedding and head in one unit (apply_fsdp in olmo_core/nn/transformer/model.py), and a compiled loss.
-OLMO_CORE = replace(TORCHTITAN, loss_kernel="compiled", flash2=False, separate_head_unit=False)
+OLMO_CORE = replace(TORCHTITAN_2024, loss_kernel="compiled", flash2=False, separate_head_unit=False)
 
 FURTHER: dict[str, SystemTraits] = {
     "transformers": TRANSFORMERS,

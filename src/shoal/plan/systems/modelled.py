@@ -23,7 +23,7 @@ OURS = SystemTraits(
     copies_sequences="batched",  # parallel/collectives.py
     gathers_masked=True,  # models/cross_entropy.py
 )
-TORCHTITAN = SystemTraits(
+TORCHTITAN_2024 = SystemTraits(
     repeats_keys=True,
     rotary="complex",
     flash2=True,
@@ -36,7 +36,10 @@ TORCHTITAN = SystemTraits(
 )
 # From 2025 on its loss is compiled with its blocks, and from PyTorch 2.9 on nn.RMSNorm is one kernel, also of DTensors
 # (pytorch's pull requests 153666 and 158716).
-TORCHTITAN_2025 = replace(TORCHTITAN, loss_kernel="compiled", unfused_norms=False)
+TORCHTITAN_2025 = replace(TORCHTITAN_2024, loss_kernel="compiled", unfused_norms=False)
+# Since October 2025 its attention is cuDNN's where there is one, and since 2026 keys are not repeated
+# (torchtitan's pull requests 1776 and 2259).
+TORCHTITAN = replace(TORCHTITAN_2025, flash2=False, repeats_keys=False)
 # LinearCrossEntropyLoss in torchtune/modules/loss/cross_entropy_loss.py, of which apply_compile_strategy compiles a
 # chunk; custom_sharded_layers in recipes/configs/llama3_1/*_full.yaml.
 TORCHTUNE = SystemTraits(
@@ -172,7 +175,7 @@ AXOLOTL = replace(
     wide_base=False,
     chunks="chunked",
     narrow_adapters=False,
-    fused_adapters=True,
+    fused_adapters="dropout",
     logs_entropy=False,
 )
 # The Trainer with a model in bf16 and adapters in fp32 (cast_trainable_params_to_fp32 in its model/adapter.py),
@@ -197,6 +200,7 @@ UNSLOTH = replace(
     reentrant=True,
     # xFormers' kernel where the flash-attn package has none: unsloth/utils/attention_dispatch.py
     grouped_attention=False,
+    fused_adapters=True,
     expandable_segments=True,  # PYTORCH_CUDA_ALLOC_CONF in unsloth_zoo/__init__.py
 )
 # Its published results are of 2023.
@@ -214,7 +218,6 @@ ENGINES = {"native": "shoal", "deepspeed": "deepspeed"}  # the system that a val
 SYSTEMS: dict[str, SystemTraits] = {
     "shoal": OURS,
     "torchtitan": TORCHTITAN,
-    "torchtitan-2025": TORCHTITAN_2025,
     "torchtune": TORCHTUNE,
     "kempnerforge": KEMPNERFORGE,
     "litgpt": LITGPT,

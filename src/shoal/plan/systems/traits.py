@@ -169,7 +169,9 @@ class SystemTraits:
     # Adapters are autograd functions of their own (unsloth/kernels/fast_lora.py, axolotl/kernels/lora.py): layers that
     # read one tensor save it once, in its dtype; what an adapter returns is added by its matmul (`addmm_`); and in a
     # gated MLP, the backward pass computes the product of its factors again, and overwrites them with their gradients.
-    fused_adapters: bool = False
+    # A function is for queries, keys and values, for the output of attention, or for the MLP; where not all layers of
+    # one have adapters, these are PEFT's, and so they are with dropout unless this is `dropout`.
+    fused_adapters: bool | Literal["dropout"] = False
     # The activation function of the MLP is one kernel, compiled or not, that saves only its inputs. `adapted`: only if
     # all layers of the MLP have fused adapters, else the MLP is transformers' own, also if `compiled`.
     fused_activation: bool | Literal["adapted"] = False
