@@ -35,8 +35,9 @@ RUNS = {
     ),
 }
 COMMON = ["hardware.gpu=h100-80gb", "hardware.devices=8", "data.max_length=8192", "checkpoint.every=auto"]
-# Multiples of the best interval: it must be better than its neighbours.
-INTERVALS = (0.25, 1.0, 4.0)
+# Multiples of the best interval: it must be better than its neighbours. The shortest one is less than it takes to write
+# a checkpoint, where saves are asynchronous.
+INTERVALS = (0.02, 0.25, 1.0, 4.0)
 
 
 @dataclass
@@ -72,13 +73,14 @@ class Devices:
 
 
 def simulate(conditions: Conditions, interval: float, devices: int, interruptions: int, seed: int) -> Simulated:
-    """A run of so many interruptions that saves after every `interval` of training."""
+    """A run of so many interruptions that saves after every `interval` of training, when the save before is complete."""
     fleet = Devices(devices, conditions.mtbf * devices, random.Random(seed))
     found, now, progress, kept = Simulated(), 0.0, 0.0, 0.0
     while found.interruptions < interruptions:
         begun: list[tuple[float, float]] = []  # checkpoints since the last restart: (complete at, progress in it)
         while True:
-            goes_on_at = now + interval + conditions.blocked
+            saves_at = max(now + interval, begun[-1][0]) if begun else now + interval
+            goes_on_at = saves_at + conditions.blocked
             if fleet.next_failure < goes_on_at:
                 break
             now, progress = goes_on_at, progress + interval
@@ -106,7 +108,7 @@ def compare(devices: int) -> dict[str, Any]:
         ).goodput
         conditions, best = goodput.conditions, goodput.best_every * goodput.step_seconds
         for multiple in INTERVALS:
-            interval = max(best * multiple, conditions.written)
+            interval = best * multiple
             ran = simulate(conditions, interval, devices, interruptions, seed=1)
             forecast = 1 - conditions.share(interval)
             rows.append(

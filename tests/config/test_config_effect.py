@@ -259,3 +259,10 @@ def test_auto_on_one_device_counts_as_single_and_elsewhere_as_unknown() -> None:
 
 def test_the_rules_name_real_keys() -> None:
     assert {key for key, _ in _RULES} <= {key for key, _ in every_key()}
+
+
+def test_what_the_user_gave_decides_whether_an_interval_is_chosen():
+    given = config(checkpoint={"every": "auto"}, hardware={"mtbf_hours": 2.0, "disk_gb_per_second": 1.0})
+    resolved = given.model_copy(update={"checkpoint": given.checkpoint.model_copy(update={"every": 25})})
+    assert without_effect(resolved, 1, given=given) == []
+    assert len(without_effect(resolved, 1)) == 2

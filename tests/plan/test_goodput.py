@@ -93,6 +93,18 @@ def test_the_text_says_what_a_long_run_loses() -> None:
     assert "checkpoint.every=auto" not in plan_text(plan(*EIGHT_B, "checkpoint.every=auto"))
 
 
+def test_a_save_waits_for_the_one_before_it() -> None:
+    # 96 s to write a checkpoint after every 13 s: as many as can be written, with 13 s of training in each.
+    planned = plan(*EIGHT_B, "train.steps=10000", "checkpoint.every=2")
+    often = planned.goodput
+    interval, written, blocked = often.interval, often.conditions.written, often.conditions.blocked
+    assert interval < written / 5
+    assert often.share == pytest.approx(interval / (written + blocked), rel=0.01)
+    assert often.saving == pytest.approx(1 - often.share, rel=0.01)
+    assert often.best_share > 0.99
+    assert f"blocks for {written - interval + blocked:.1f} s" in plan_text(planned)
+
+
 def test_no_progress_is_a_share_of_zero_and_not_an_overflow() -> None:
     found = plan(*EIGHT_B, "train.steps=100", "hardware.mtbf_hours=1e-6").as_dict()["goodput"]
     assert found["effective_share"] == 0
@@ -101,8 +113,7 @@ def test_no_progress_is_a_share_of_zero_and_not_an_overflow() -> None:
 
 def test_a_simulation_of_failing_devices_agrees_with_the_formula() -> None:
     conditions = Conditions(mtbf=11_000.0, restart=60.0, blocked=5.0, written=300.0)
-    for interval in (conditions.best / 4, conditions.best, conditions.best * 4):
-        interval = max(interval, conditions.written)
+    for interval in (conditions.written / 10, conditions.best / 4, conditions.best, conditions.best * 4):
         ran = simulate(conditions, interval, devices=64, interruptions=400, seed=3)
         assert 1 - conditions.share(interval) == pytest.approx(ran.lost, rel=0.1)
 

@@ -16,10 +16,12 @@ from shoal.config.words import shown
 
 @dataclass(frozen=True)
 class _Run:
-    """The config and the number of processes, if known."""
+    """The config and the number of processes, if known; and the config that the user gave, where this one has more
+    filled in."""
 
     config: Config
     world_size: int | None
+    given: Config
 
     @property
     def strategy(self) -> str:
@@ -211,7 +213,7 @@ def _no_best(run: _Run) -> str | None:
 
 
 def _interval_is_given(run: _Run) -> str | None:
-    return None if run.config.checkpoint.every == "auto" else "checkpoint.every is not auto; it is for shoal plan"
+    return None if run.given.checkpoint.every == "auto" else "checkpoint.every is not auto; it is for shoal plan"
 
 
 def _no_adapter(run: _Run) -> str | None:
@@ -303,10 +305,10 @@ def without_effect(config: Config, world_size: int | None, given: Config | None 
 
     `world_size` if known. `given` is what the user wrote, where `config` has more filled in.
     """
-    run = _Run(config, world_size)
+    run = _Run(config, world_size, config if given is None else given)
     values = config.model_dump(mode="json")
     defaults = Config.model_construct().model_dump(mode="json")
-    written = _written(config if given is None else given)
+    written = _written(run.given)
     sentences = []
     for key, rule in _RULES:
         value, default, was_given = (_at(tree, key) for tree in (values, defaults, written))

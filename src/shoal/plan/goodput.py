@@ -11,7 +11,8 @@ of time that is useful:
     T exp(-W/M) / (M exp(R/M) (exp((T + C)/M) - 1))
 
 With W = 0 this is Daly's model (A higher order estimate of the optimum checkpoint interval, 2006). R and W do not
-change the best interval, which is Young's sqrt(2 C M) where C is much less than M. benchmarks/goodput simulates it.
+change the best interval, which is Young's sqrt(2 C M) where C is much less than M. A save waits for the one before it to
+be complete, so that with T < W it blocks for W - T + C. benchmarks/goodput simulates it.
 """
 
 from dataclasses import dataclass
@@ -53,11 +54,15 @@ class Conditions:
 
     def share(self, interval: float) -> float:
         """The share of time that is useful, with `interval` of training between saves."""
-        cycle = (interval + self.blocked) / self.mtbf
+        cycle = (interval + self.blocks_after(interval)) / self.mtbf
         lost = (self.restart + self.written) / self.mtbf
         if cycle + lost > 700:  # nothing is ever completed between two interruptions
             return 0.0
         return interval / self.mtbf * exp(-lost) / expm1(cycle)
+
+    def blocks_after(self, interval: float) -> float:
+        """Seconds for which a save blocks training, the wait for the save before it among them."""
+        return self.blocked + max(0.0, self.written - interval)
 
     @property
     def up(self) -> float:
@@ -66,8 +71,8 @@ class Conditions:
 
     @property
     def best(self) -> float:
-        """The interval with the largest share: the x > 0 with 1 - exp(-(x + C)/M) = x/M; but no save begins before
-        the one before it is complete."""
+        """The interval with the largest share: the x > 0 with 1 - exp(-(x + C)/M) = x/M; but a save that waits for the
+        one before it only loses time."""
         interval = min(sqrt(2 * self.blocked * self.mtbf), self.mtbf)
         for _ in range(50):  # Newton's method, for a function that is convex: it converges from Young's interval
             gone = -expm1(-(interval + self.blocked) / self.mtbf)
@@ -105,7 +110,7 @@ class Goodput:
     @property
     def saving(self) -> float:
         """The share of time for which saves block training."""
-        return self.share * self.conditions.blocked / self.interval
+        return self.share * self.conditions.blocks_after(self.interval) / self.interval
 
     @property
     def restarting(self) -> float:
@@ -139,7 +144,7 @@ class Goodput:
             "mtbf_seconds": round(conditions.mtbf, 3),
             "restart_seconds": round(conditions.restart, 3),
             "checkpoint_bytes": round(self.bytes),
-            "save_blocks_seconds": round(conditions.blocked, 4),
+            "save_blocks_seconds": round(conditions.blocks_after(self.interval), 4),
             "save_writes_seconds": round(conditions.written, 4),
             "every": self.every,
             "best_every": self.best_every,
