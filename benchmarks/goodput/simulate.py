@@ -73,7 +73,7 @@ class Devices:
 
 
 def simulate(conditions: Conditions, interval: float, devices: int, interruptions: int, seed: int) -> Simulated:
-    """A run of so many interruptions that saves after every `interval` of training, when the save before is complete."""
+    """A run of so many interruptions that saves after every `interval` of training, once the last save is complete."""
     fleet = Devices(devices, conditions.mtbf * devices, random.Random(seed))
     found, now, progress, kept = Simulated(), 0.0, 0.0, 0.0
     while found.interruptions < interruptions:

@@ -148,6 +148,14 @@ def test_the_limits_fit_and_twice_as_much_does_not():
     assert not plan(*arguments, *one, f"data.max_length={length * 2}").fits
 
 
+def test_the_fewest_devices_hold_the_micro_batches_of_a_full_pipeline():
+    settings = ("model.shape=llama3-70b", "hardware.gpu=h100-80gb", "hardware.devices=8", "hardware.nodes=8")
+    settings += ("train.global_batch=256", "data.max_length=8192", "train.recompute=none", "train.micro_batch=1")
+    found = plan(*settings, "parallel.tp=2", "parallel.pp=8")
+    assert not found.fits
+    assert found.limits.devices is None or found.limits.devices > 64
+
+
 def test_the_fewest_devices_are_enough_and_half_are_not():
     arguments = ("model.shape=llama3-8b", "hardware.gpu=a100-80gb", "data.max_length=2048", "train.global_batch=64")
     fewest = plan(*arguments, "hardware.devices=8").limits.devices

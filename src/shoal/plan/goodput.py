@@ -11,8 +11,8 @@ of time that is useful:
     T exp(-W/M) / (M exp(R/M) (exp((T + C)/M) - 1))
 
 With W = 0 this is Daly's model (A higher order estimate of the optimum checkpoint interval, 2006). R and W do not
-change the best interval, which is Young's sqrt(2 C M) where C is much less than M. A save waits for the one before it to
-be complete, so that with T < W it blocks for W - T + C. benchmarks/goodput simulates it.
+change the best interval, which is Young's sqrt(2 C M) where C is much less than M. A save waits for the one before it
+to be complete, so that with T < W it blocks for W - T + C. benchmarks/goodput simulates it.
 """
 
 from dataclasses import dataclass

@@ -66,15 +66,18 @@ def _largest(works: Callable[[int], bool], most: int, part: int = 64) -> int:
 
 def _fewest(question: Question) -> int | None:
     """The smallest power of two of these devices on which some data-parallel strategy fits."""
-    within = prod(configured_degrees(question.config.parallel).values())
+    degrees = configured_degrees(question.config.parallel)
+    within, stages = prod(degrees.values()), degrees.get("pp", 1)
     free = {"parallel.strategy": "auto", "train.micro_batch": 1}
     count = within
     while count <= MAX_DEVICES:
         devices = min(count, max(question.machine.devices, 8))
         machine = question.machine.of(devices, -(-count // devices))
         ranks = max(1, count // within)
-        # One or two micro-batches are enough to tell: accumulated gradients take more memory.
-        grad_accum_steps = 2 if question.config.train.global_batch > ranks else 1
+        # As many micro-batches as tell: accumulated gradients take more memory, and a full pipeline holds several.
+        grad_accum_steps = max(1, min(2 * stages, question.config.train.global_batch // ranks))
+        if grad_accum_steps > stages:
+            grad_accum_steps -= grad_accum_steps % stages
         config = changed(question.config, {**free, "train.global_batch": ranks * grad_accum_steps})
         one = Question(config, question.shape, machine, question.traits).answer()
         if one is not None and one.fits:

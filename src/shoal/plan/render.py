@@ -141,10 +141,11 @@ def _goodput_lines(plan: Plan) -> list[str]:
     auto = plan.choice.requested.checkpoint.every == "auto"
     interval = f"{_count(goodput.every, 'step')} ({_duration(goodput.interval)})"
     best = f"{_count(goodput.best_every, 'step')} ({_duration(goodput.best_every * goodput.step_seconds)})"
+    blocked = _duration(conditions.blocks_after(goodput.interval))
     return [
         f"  goodput {goodput.share:.2%} with a checkpoint every {interval}; interruptions: {expected}",
         f"    saves {goodput.saving:.2%}, repeated steps {goodput.repeating:.2%}, restarts {goodput.restarting:.2%}; a "
-        f"checkpoint of {goodput.bytes / GIB:,.1f} GiB blocks for {_duration(conditions.blocks_after(goodput.interval))}"
+        f"checkpoint of {goodput.bytes / GIB:,.1f} GiB blocks for {blocked}"
         + (f" and is complete {_duration(conditions.written)} later" if conditions.written else ""),
         *([] if auto else [f"    checkpoint.every=auto: every {best}, goodput {goodput.best_share:.2%}"]),
     ]
