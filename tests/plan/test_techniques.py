@@ -233,3 +233,16 @@ def test_a_technique_can_be_planned_and_training_refuses_it_in_one_sentence(over
     with pytest.raises(UserMistake, match="is not built yet") as refused:
         load_config(None, given)
     assert len(str(refused.value).splitlines()) == 1
+
+
+def test_each_further_checkpointed_block_costs_as_much_as_the_first() -> None:
+    settings = ("model.shape=llama3-70b", "hardware.gpu=h100-80gb", "hardware.devices=8", "hardware.nodes=8")
+    settings += ("train.global_batch=128", "train.micro_batch=1", "parallel.tp=4", "parallel.pp=4")
+
+    def seconds(recompute: str) -> float:
+        found = plan(*settings, f"train.recompute={recompute}", system="megatron")
+        return found.choice.speed.step_seconds
+
+    none, one, two = (seconds(kind) for kind in ("none", "{first: 1}", "{first: 2}"))
+    assert two - one == pytest.approx(one - none, rel=1e-3)
+    assert seconds("full") - none == pytest.approx(20 * (one - none), rel=1e-3)

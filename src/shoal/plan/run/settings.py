@@ -85,6 +85,15 @@ class Settings:
         return self.recompute in ("full", "offload") or isinstance(self.recompute, int)
 
     @property
+    def repeated_share(self) -> float:
+        """The share of blocks that do so."""
+        if not self.repeats_forward:
+            return 0.0
+        if isinstance(self.recompute, int):
+            return 1 / self.recompute
+        return min(1.0, self.recomputed_blocks * self.mesh.pp / self.shape.layers) if self.recomputed_blocks else 1.0
+
+    @property
     def offloads_activations(self) -> bool:
         """Whether everything that blocks save is kept in host memory, and nothing is recomputed."""
         return self.recompute == "offload-all" and not self.gpu.is_cpu

@@ -84,9 +84,6 @@ def block_compute(run: Run) -> BlockCompute:
     faster = eager.spared_power(run, matmuls.both + attention.both, elementwise.both + added.both)
     ahead, back = matmuls.forward / faster + added.forward, matmuls.backward / faster + added.backward
     matmuls, again = Seconds(ahead, back), again / faster
-    share = 1.0 / run.recompute if isinstance(run.recompute, int) else 1.0
-    if run.recomputed_blocks:
-        share = min(share, run.recomputed_blocks * run.mesh.pp / run.shape.layers)
     recomputed = 0.0
     if run.recompute == "selective":
         recomputed = again + elementwise.forward
@@ -107,7 +104,7 @@ def block_compute(run: Run) -> BlockCompute:
             skipped += run.stream_tokens * summed / bandwidth(run)
         if run.traits.reentrant:
             skipped = 0.0
-        recomputed = share * (matmuls.forward - skipped + attention.forward + elementwise.forward)
+        recomputed = run.repeated_share * (matmuls.forward - skipped + attention.forward + elementwise.forward)
     return BlockCompute(matmuls, attention, elementwise, recomputed)
 
 

@@ -83,5 +83,5 @@ def _gathered(run: Run, rank: Rank, *, forward: bool) -> float:
     if run.keeps_weights:
         return (blocks + counts.embedding_and_head * run.compute_bytes) / run.grad_accum_steps if forward else 0.0
     if not forward:
-        return blocks * (2 if run.traits.checkpoints_units and run.repeats_forward else 1)
+        return blocks * (1 + run.traits.checkpoints_units * run.repeated_share)
     return blocks * (2 if run.reference_pass else 1) + counts.embedding_and_head * run.compute_bytes

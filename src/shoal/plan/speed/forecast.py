@@ -198,8 +198,8 @@ def _sharding(run: Run, rank: Rank, ahead: float, back: float) -> tuple[Term, fl
     passes = 2 if run.reference_pass else 1
     gathers = gather * rank.blocks * (1 / run.grad_accum_steps if run.keeps_weights else passes)
     again = 0.0 if run.keeps_weights else gather * rank.blocks
-    if run.traits.checkpoints_units and run.repeats_forward:
-        again *= 2
+    if run.traits.checkpoints_units:
+        again *= 1 + run.repeated_share
     scatters = scatter * rank.blocks
     if run.gathers_after_step:
         gathers, gather, embedding_and_head = 0.0, 0.0, scattered(embedding + head)
@@ -225,7 +225,7 @@ def _sharding(run: Run, rank: Rank, ahead: float, back: float) -> tuple[Term, fl
 
 def _listed_shards(run: Run) -> float:
     """Seconds of a block to make the lists of shards that collectives gather or reduce, and to copy their items."""
-    collectives = 2 + run.repeats_forward + 1
+    collectives = 2 + run.repeated_share + 1
     return collectives * len(linears(run.shape, joined=run.traits.fused_qkv)) * run.shards * LISTED_SHARD
 
 

@@ -94,7 +94,7 @@ def launch_gaps(run: Run, blocks: int) -> float:
     if run.casts_weights:
         kernels *= AUTOCAST_HOST
     # A forward pass has a third of the kernels of both.
-    again = (run.repeats_forward + run.reference_pass) / 3
+    again = (run.repeated_share + run.reference_pass) / 3
     return GAP * kernels * (1 + again) * blocks
 
 
@@ -104,7 +104,7 @@ def _launching(run: Run, blocks: int) -> float:
         block = GRAPH_BLOCK_HOST if run.traits.compiles_loss else COMPILED_BLOCK_HOST
         block = ENGINE_BLOCK_HOST if _has_engine(run) else block
         # Kernels that are fused by hand are launched one by one, also those of a recomputed forward pass.
-        again = FORWARD_HOST * block * run.repeats_forward if run.traits.fused_by_hand else 0.0
+        again = FORWARD_HOST * block * run.repeated_share if run.traits.fused_by_hand else 0.0
         return (block + again + _unit_hooks(run)) * blocks
     block = EAGER_BLOCK_HOST
     if not run.compiled:
@@ -123,7 +123,7 @@ def _launching(run: Run, blocks: int) -> float:
     if not run.traits.reentrant:
         # Hooks take as long in blocks with fewer operations: 2.0 ms of GPT-2's and GPT-NeoX's (the same file).
         again = HOOKED_HOST * max(block, EAGER_BLOCK_HOST)
-    launched = block + again * run.repeats_forward + FORWARD_HOST * block * run.reference_pass
+    launched = block + again * run.repeated_share + FORWARD_HOST * block * run.reference_pass
     return (launched + _module_hooks(run) + _unit_hooks(run)) * blocks
 
 
@@ -161,7 +161,7 @@ def _module_hooks(run: Run) -> float:
     if run.adapter is not None:
         modules += 2 * len(adapted(run))
     each = ZERO3_HOST if run.world_size == 1 else ZERO3_GATHERING_HOST
-    return each * modules * (2 + run.repeats_forward + run.reference_pass)
+    return each * modules * (2 + run.repeated_share + run.reference_pass)
 
 
 def _reads_overflow(run: Run) -> bool:

@@ -29,8 +29,7 @@ def model_parallel(run: Run, rank: Rank) -> Term:
         tensor = 4 * gathered + 4 * summed
         if run.gathers_inputs_again and not run.traits.overlaps_tensor:
             tensor = 2 * gathered + 2 * summed + _summed_beside_matmuls(run, over, gathered, summed)
-        if run.repeats_forward:
-            tensor += 2 * gathered + summed
+        tensor += run.repeated_share * (2 * gathered + summed)
         if run.reference_pass:
             tensor += 2 * gathered + 2 * summed
         tensor *= rank.blocks
@@ -70,7 +69,7 @@ def _copied_sequences(run: Run, summed: float, gathered: float) -> float:
     apart = copies == "always" or (copies == "batched" and run.micro_batch > 1)
     if run.compiled or not apart or not run.sequence_parallel:
         return 0.0
-    again, reference = run.repeats_forward, run.reference_pass
+    again, reference = run.repeated_share, run.reference_pass
     moved = 2 * summed * (4 + again + 2 * reference) + 2 * gathered * (4 + 2 * again + 2 * reference)
     return moved / eager_bandwidth(run)
 
@@ -81,7 +80,7 @@ def _context_parallel(run: Run) -> float:
     width = 2 * (shape.query_width if run.traits.repeats_keys else shape.kv_width) / mesh.tp
     over = rank_group(run, mesh.cp, mesh.tp)
     each = collective_seconds(run, "all-gather", over, run.tokens * mesh.cp * width * run.compute_bytes)
-    forwards = 1 + run.repeats_forward + run.reference_pass
+    forwards = 1 + run.repeated_share + run.reference_pass
     if run.traits.overlaps_context:
         # Keys and values, and backward their gradients too, while the attention to those before is computed.
         attention = block_compute(run).attention
