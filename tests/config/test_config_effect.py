@@ -119,6 +119,24 @@ def test_defaults_are_never_reported() -> None:
             "parallel.prefetch 2 has no effect: parallel.strategy is ddp, which shards nothing.",
         ),
         (
+            {"parallel": {"optimizer_ranks": 4, "strategy": "ddp"}},
+            {"parallel": {"optimizer_ranks": 4, "strategy": "zero1"}},
+            8,
+            "parallel.optimizer_ranks 4 has no effect: parallel.strategy is ddp, not zero1.",
+        ),
+        (
+            {"parallel": {"sequence_parallel": False}},
+            {"parallel": {"sequence_parallel": False, "tp": 2}},
+            8,
+            "parallel.sequence_parallel false has no effect: parallel.tp is 1.",
+        ),
+        (
+            {"parallel": {"pp_stages": 2, "strategy": "fsdp"}},
+            {"parallel": {"pp_stages": 2, "pp": 2, "strategy": "fsdp"}},
+            8,
+            "parallel.pp_stages 2 has no effect: parallel.pp is 1.",
+        ),
+        (
             {"parallel": {"sharding": "shard_grad_op", "strategy": "single"}},
             {"parallel": {"sharding": "shard_grad_op"}},
             None,

@@ -187,3 +187,23 @@ def test_a_run_that_waits_for_its_host_says_that_its_speed_is_less_certain(monke
     (note,) = said(1)
     assert "waits 90% of the step for its host to launch kernels" in note
     assert not said(32)
+
+
+def test_values_that_can_only_be_forecast_are_named_by_plan_and_not_by_train(monkeypatch, capsys, tmp_path: Path):
+    (tmp_path / "run.yaml").write_text("name: x\nmodel: {shape: llama3-8b}\ndata: {path: a.txt}\n")
+    asked = [str(tmp_path / "run.yaml"), "train.optimizer.name=adafactr"]
+    status, _, planned = run_plan(monkeypatch, capsys, *asked)
+    assert status == 2
+    assert "Did you mean adafactor?" in planned
+    monkeypatch.setattr(sys, "argv", ["shoal", "train", *asked])
+    with pytest.raises(SystemExit):
+        main()
+    trained = capsys.readouterr().err
+    assert "adafactor" not in trained
+    assert "adamw8bit" in trained
+
+
+def test_a_mixture_of_experts_over_several_devices_says_what_is_not_forecast(monkeypatch, capsys):
+    arguments = ["model.shape=qwen3-30b-a3b", "hardware.gpu=h100-80gb", "hardware.devices=8", "train.steps=100"]
+    assert "expert parallelism" in run_plan(monkeypatch, capsys, *arguments)[1]
+    assert "expert parallelism" not in run_plan(monkeypatch, capsys, *EIGHT)[1]

@@ -20,7 +20,7 @@ from shoal.plan.run.layout import micro_batches_in_flight, ranks
 from shoal.plan.run.run import Run
 from shoal.plan.speed.forecast import forecast_speed
 from shoal.plan.systems.modelled import DEEPSPEED, OURS
-from tests.plan.planning import make_run, plan
+from tests.plan.planning import EIGHT_H100, make_run, plan
 
 LONG = {"length": 8192, "micro_batch": 2}
 
@@ -246,3 +246,10 @@ def test_each_further_checkpointed_block_costs_as_much_as_the_first() -> None:
     none, one, two = (seconds(kind) for kind in ("none", "{first: 1}", "{first: 2}"))
     assert two - one == pytest.approx(one - none, rel=1e-3)
     assert seconds("full") - none == pytest.approx(20 * (one - none), rel=1e-3)
+
+
+def test_the_optimizer_state_is_shared_by_ranks_that_divide_all_of_them() -> None:
+    with pytest.raises(
+        UserMistake, match="optimizer_ranks 3 does not divide the 8 data-parallel ranks; use one of 1, 2"
+    ):
+        plan("model.shape=llama3.2-1b", *EIGHT_H100, "parallel.strategy=zero1", "parallel.optimizer_ranks=3")

@@ -51,6 +51,24 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 # A multimodal config whose text model has another type, where it does not say which.
 TEXT_TYPES = {"gemma3": "gemma3_text"}
+# What transformers takes for keys that a config.json of a type leaves out (configuration_gemma3.py,
+# configuration_qwen3.py): those of Gemma 3 name only what differs.
+LEFT_OUT: dict[str, dict[str, int]] = {
+    "gemma3_text": {
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "max_position_embeddings": 131_072,
+    },
+    "gemma2": {"sliding_window_pattern": 2},
+    "qwen3": {"head_dim": 128},
+}
 
 
 @dataclass(frozen=True)

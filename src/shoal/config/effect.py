@@ -55,6 +55,12 @@ def _unsharded(run: _Run) -> str | None:
     return f"parallel.strategy is {strategy.name}, which shards nothing"
 
 
+def _state_is_not_partitioned(run: _Run) -> str | None:
+    if run.strategy in ("auto", "zero1"):
+        return None
+    return f"parallel.strategy is {run.strategy}, not zero1"
+
+
 def _in_a_pipeline(run: _Run) -> str | None:
     return (
         "a pipeline stage keeps its weights gathered for all micro-batches"
@@ -280,6 +286,9 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
         lambda run: _unsharded(run) if run.config.parallel.sharding != "no_shard" else None,
     ),
     *((f"parallel.{key}", _not_fsdp) for key in ("wrap", "prefetch")),
+    ("parallel.optimizer_ranks", _state_is_not_partitioned),
+    ("parallel.sequence_parallel", lambda run: "parallel.tp is 1" if run.config.parallel.tp == 1 else None),
+    ("parallel.pp_stages", lambda run: "parallel.pp is 1" if run.config.parallel.pp == 1 else None),
     ("parallel.reshard", _in_a_pipeline),
     (
         "parallel.replicate",

@@ -23,12 +23,13 @@ MOST_SENTENCES = 50  # per error message
 _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
-def validate(given: Mapping[str, Any], origins: Origins, *, needs_model: bool = True) -> Config:
-    """The config that `given` describes, or a UserMistake with one line for each error."""
+def validate(given: Mapping[str, Any], origins: Origins, *, needs_model: bool = True, planned: bool = False) -> Config:
+    """The config that `given` describes, or a UserMistake with one line for each error, in which values that can only
+    be forecast are named if it is `planned`."""
     try:
         return Config.model_validate(given, context={"needs_model": needs_model})
     except ValidationError as error:
-        raise UserMistake("\n".join(_sentences(error, given, origins))) from error
+        raise UserMistake("\n".join(_sentences(error, given, origins, planned=planned))) from error
 
 
 def closest(name: str, choices: list[str]) -> str:
@@ -36,14 +37,18 @@ def closest(name: str, choices: list[str]) -> str:
     return "".join(f" Did you mean {choice}?" for choice in nearest(name, choices, limit=1))
 
 
-def _sentences(error: ValidationError, given: Mapping[str, Any], origins: Origins) -> list[str]:
-    found = problems(error, given, origins)
+def _sentences(
+    error: ValidationError, given: Mapping[str, Any], origins: Origins, *, planned: bool = False
+) -> list[str]:
+    found = problems(error, given, origins, planned=planned)
     sentences = [sentence for _, sentence in found[:MOST_SENTENCES]]
     more = len(found) - len(sentences)
     return [*sentences, f"There are {more:,} more such mistakes."] if more else sentences
 
 
-def problems(error: ValidationError, given: Mapping[str, Any], origins: Origins) -> list[tuple[KeyPath, str]]:
+def problems(
+    error: ValidationError, given: Mapping[str, Any], origins: Origins, *, planned: bool = False
+) -> list[tuple[KeyPath, str]]:
     """The keys that do not pass validation, in reading order, each with a sentence."""
     by_path: dict[KeyPath, list[ErrorDetails]] = {}
     for details in error.errors(include_url=False, include_input=False):
@@ -59,7 +64,7 @@ def problems(error: ValidationError, given: Mapping[str, Any], origins: Origins)
         for inner in (_foreign_keys(path, _at(given, path)) if _is_unknown(errors) else [path])
     ]
     innermost.sort(key=lambda item: _reading_order(origins.find(item[0])))
-    return [(path, _sentence(path, errors, given, origins)) for path, errors in innermost]
+    return [(path, _sentence(path, errors, given, origins, planned=planned)) for path, errors in innermost]
 
 
 def _is_unknown(errors: list[ErrorDetails]) -> bool:
@@ -101,7 +106,9 @@ def _path_in(given: Any, location: tuple[int | str, ...]) -> KeyPath:
     return tuple(path)
 
 
-def _sentence(path: KeyPath, errors: list[ErrorDetails], given: Mapping[str, Any], origins: Origins) -> str:
+def _sentence(
+    path: KeyPath, errors: list[ErrorDetails], given: Mapping[str, Any], origins: Origins, *, planned: bool
+) -> str:
     kinds = {details["type"]: details for details in errors}
     if "contradiction" in kinds:
         context = kinds["contradiction"]["ctx"]
@@ -114,7 +121,7 @@ def _sentence(path: KeyPath, errors: list[ErrorDetails], given: Mapping[str, Any
         return f"{origins.prefix(path)}{dotted(path)} is not a key shoal knows{_meant(path)}"
 
     value = _at(given, path)
-    must_be = _must_be(path, errors, value)
+    must_be = _must_be(path, errors, value, planned=planned)
     origin = origins.find(path)
     if isinstance(origin, Override) and origin.path == path:
         key, _, typed = origin.text.partition("=")
@@ -171,7 +178,7 @@ def _text_in(annotation: Any) -> Any:
     return next((kind for kind in _members(annotation) if get_origin(kind) is Literal), str)
 
 
-def _must_be(path: KeyPath, errors: list[ErrorDetails], value: Any) -> str:
+def _must_be(path: KeyPath, errors: list[ErrorDetails], value: Any, *, planned: bool) -> str:
     first = errors[0]
     if first["type"] == "unfit":
         return f"{first['msg']}."
@@ -188,7 +195,7 @@ def _must_be(path: KeyPath, errors: list[ErrorDetails], value: Any) -> str:
     key = (*path, SHORTHANDS[path]) if path in SHORTHANDS else path
     literals = [kind for kind in _members(annotation) if get_origin(kind) is Literal]
     words = [str(word) for kind in literals for word in get_args(kind)]
-    unbuilt = {word for word in words if not is_built(key, word)}  # these can only be planned
+    unbuilt = {word for word in words if not planned and not is_built(key, word)}
     words = [word for word in words if word not in unbuilt]
     descriptions = _descriptions(annotation, with_bounds=len(errors) > 1, exceeds=_exceeds(value))
     choices = [description for description in descriptions if description not in unbuilt]

@@ -122,7 +122,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _finish(tree: dict[str, Any], origins: Origins, *, planned: bool = False, needs_model: bool = True) -> Config:
-    config = validate(resolve(tree, origins), origins, needs_model=needs_model)
+    config = validate(resolve(tree, origins), origins, needs_model=needs_model, planned=planned)
     if not planned:
         refuse_unbuilt(config, origins)
     refuse_combinations(config, origins, planned=planned)

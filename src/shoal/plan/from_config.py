@@ -14,7 +14,7 @@ from shoal.config.mesh import mesh_for
 from shoal.config.reference import switches_adapter_off
 from shoal.config.schema import AdapterConfig, Config, OffloadConfig, RecomputeConfig
 from shoal.mistakes import UserMistake
-from shoal.plan.batches import nearest_multiples
+from shoal.plan.batches import divisors, nearest_multiples
 from shoal.plan.machine import Machine
 from shoal.plan.memory.head import CHUNK_LOGITS
 from shoal.plan.models import drops_attention, has_dropout
@@ -83,7 +83,7 @@ def make_run(
         momentum=train.optimizer.momentum > 0,
         optimizer_in_backward=train.optimizer.in_backward,
         paged_optimizer=train.optimizer.paged,
-        optimizer_ranks=0 if parallel.optimizer_ranks == "auto" else parallel.optimizer_ranks,
+        optimizer_ranks=_optimizer_ranks(config, execution, mesh.gradient_ranks),
         clips=train.clip is not None,
         recompute=execution.recompute,
         recomputed_parts=_recomputed_parts(config) if execution.recompute == "parts" else (),
@@ -202,6 +202,19 @@ def count_grad_accum_steps(global_batch: int, micro_batch: int, data_parallel: i
             f"ranks = {unit}; the nearest values that are: {nearest_multiples(global_batch, unit)}."
         )
     return per_rank // micro_batch
+
+
+def _optimizer_ranks(config: Config, execution: Execution, data_parallel: int) -> int:
+    """Ranks that share the optimizer state, of `data_parallel` ranks; 0: all of them."""
+    wanted = config.parallel.optimizer_ranks
+    if wanted == "auto" or not find_strategy(execution.strategy, execution.sharding).partitions_update:
+        return 0
+    if data_parallel % wanted:
+        raise UserMistake(
+            f"parallel.optimizer_ranks {wanted} does not divide the {data_parallel} data-parallel ranks; use one of "
+            f"{', '.join(str(one) for one in divisors(data_parallel))}."
+        )
+    return wanted
 
 
 def choose_loss(config: Config, shape: ModelShape, tokens: int) -> str:

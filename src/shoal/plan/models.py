@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shoal.catalogue.architectures import ARCHITECTURES, TEXT_TYPES, Architecture, parts
+from shoal.catalogue.architectures import ARCHITECTURES, LEFT_OUT, TEXT_TYPES, Architecture, parts
 from shoal.catalogue.causal_models import ALWAYS_ENCODERS, ENCODERS, PACKED, UNPACKED
 from shoal.catalogue.families import ATTENTION_DROPOUT, BY_MODEL_TYPE, FAMILIES, HIDDEN_DROPOUT
 from shoal.catalogue.hub_names import name_of, plain
@@ -75,6 +75,7 @@ def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json"
     """The shape that a transformers config, as a mapping, describes."""
     settings = text_settings(settings)
     kind = _model_type(settings)
+    settings = {**LEFT_OUT.get(kind, {}), **settings}
     if settings.get("is_encoder_decoder") and kind not in CAUSAL:
         raise UserMistake(
             f"{source}: a {kind} has an encoder and a decoder, and models of both are neither trained nor forecast; "
@@ -107,8 +108,7 @@ def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json"
     if heads % keys:
         raise UserMistake(f"{source}: {heads} attention heads are not a multiple of {keys} key-value heads.")
     window = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
-    kinds = settings.get("layer_types")
-    sliding = kinds.count(SLIDING) / len(kinds) if isinstance(kinds, list) and kinds else 1.0
+    sliding = _sliding_share(settings, sizes["layers"])
     head_size = int(settings.get("head_dim") or hidden // heads)
     try:
         found = parts(
@@ -150,6 +150,14 @@ def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json"
         raise UserMistake(f"{source} does not state the sizes of a {kind} as integers.") from None
 
 
+def _sliding_share(settings: Mapping[str, Any], layers: int) -> float:
+    """The share of layers with the sliding window, if there is one: each layer has a type, or every n-th has none."""
+    kinds, every = settings.get("layer_types"), settings.get("sliding_window_pattern")
+    if isinstance(kinds, list) and kinds:
+        return kinds.count(SLIDING) / len(kinds)
+    return 1 - layers // every / layers if isinstance(every, int) and every > 0 else 1.0
+
+
 def _ties(kind: str, family: str) -> bool:
     """Whether a config that does not say has tied embeddings."""
     return kind in BY_MODEL_TYPE and FAMILIES[family].tied
@@ -161,6 +169,14 @@ def unknown_architecture(model: ModelConfig) -> str | None:
         return None
     kind = _model_type(text_settings(_read(folder)))
     return None if _is_known(kind) else kind or "without a model_type"
+
+
+def left_out_modules(model: ModelConfig) -> list[str]:
+    """What of a multimodal model in `model.from` is not forecast."""
+    if model.shape is not None or model.from_ is None or (folder := _folder(model.from_)) is None:
+        return []
+    settings = _read(folder)
+    return [kind for kind in ("vision", "audio") if isinstance(settings.get(f"{kind}_config"), Mapping)]
 
 
 def _is_known(kind: str) -> bool:

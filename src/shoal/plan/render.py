@@ -168,7 +168,7 @@ def _table(plan: Plan) -> list[str]:
         mark = "*" if one.name == plan.choice.name else " "
         time = f"   {_duration(plan.steps * one.speed.step_seconds)}" if plan.steps else ""
         lines.append(
-            f"{mark} {one.name:22}{'yes' if one.fits else 'no':>5}{one.memory.reserved / GIB:>7.1f} GiB  "
+            f"{mark} {one.name:22}{'yes' if one.fits else 'no':>5} {one.memory.reserved / GIB:>6.1f} GiB  "
             f"{bar(one, WIDTH // 2)} {one.speed.tokens_per_second_per_gpu:>10,.0f}{one.run.micro_batch:>13}"
             f"{shown_recompute(one.run):>11}{time}"
         )

@@ -22,7 +22,7 @@ from shoal.plan.goodput import Goodput
 from shoal.plan.limits import Limits, limits
 from shoal.plan.machine import Machine, read_machine
 from shoal.plan.memory.states import trained_parameters
-from shoal.plan.models import read_shape, unknown_architecture
+from shoal.plan.models import left_out_modules, read_shape, unknown_architecture
 from shoal.plan.resolved import ResolvedRun, shown_recompute
 from shoal.plan.run.layout import ranks
 from shoal.plan.speed.forecast import replays_graphs
@@ -129,6 +129,15 @@ def make_plan(config: Config, *, system: str = "shoal", traits: Sequence[str] = 
         notes.append(
             f"The architecture {kind} is not known: it is forecast as a {shape.family} of the sizes in config.json, "
             "and its number of parameters may differ."
+        )
+    if modules := left_out_modules(config.model):
+        notes.append(
+            f"Only the text model is forecast; the {' and '.join(modules)} modules of {config.model.from_} are not."
+        )
+    if shape.routed and machine.world_size > 1:
+        notes.append(
+            "Experts are sharded as all other weights are: expert parallelism, with which large mixtures of experts "
+            "are usually trained, is not forecast."
         )
     notes += _about_preference(config)
     if (warning := plan_attention(config, shape, machine).warning(config.data.max_length)) is not None:

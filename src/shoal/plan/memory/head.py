@@ -134,7 +134,7 @@ def fused_rows(run: Run) -> float:
 
 def returned_bytes(run: Run) -> float:
     """Bytes per logit of those that the model returns, where the loss is plain: what its peak has beside three fp32
-    tensors. transformers returned them in fp32 until version 4.45."""
+    tensors. transformers returned them in fp32 before version 4.46."""
     if is_fused_loss(run):
         return float(run.compute_bytes)
     return run.traits.logit_bytes + run.head_bytes - run.compute_bytes - LOSS_BYTES

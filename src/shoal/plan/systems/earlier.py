@@ -41,9 +41,9 @@ TITAN_GROUPED: Month = (2026, 2)
 FUSED_RMS_NORM: Month = (2025, 8)
 # transformers 5 is the first version whose activation checkpointing is not reentrant by default.
 NOT_REENTRANT: Month = (2025, 12)
-# transformers 4.45: until then a model replaced its logits by an fp32 copy, and copied that without the last token;
+# transformers 4.46: until then a model replaced its logits by an fp32 copy, and copied that without the last token;
 # from then on until version 5 it held the 16-bit ones beside it.
-HELD_LOGITS: Month = (2024, 9)
+HELD_LOGITS: Month = (2024, 11)
 # transformers' own models had causal masks of all positions in their blocks (GPT-NeoX's until 4.50, GPT-2's until 5),
 # and GPT-NeoX rotated in fp32 until 4.45.
 MASK_BUFFERS: dict[str, Month] = {"gpt_neox": (2025, 3), "gpt2": (2026, 1)}

@@ -47,7 +47,7 @@ class SystemTraits:
     # Peak bytes per logit of a plain loss: log-softmax and two gradients, in fp32.
     logit_bytes: float = 12.0
     # The model replaces its logits by an fp32 copy, and copies that without the last token of each sequence:
-    # transformers before 4.45.
+    # transformers before 4.46.
     shifts_logits: bool = False
     # Logits are not cast to fp32 before the loss. On a GPU, log_softmax is then in 16 bits under autocast too:
     # cross_entropy_loss in ATen/native/LossNLL.cpp gives it a dtype, which autocast leaves.
