@@ -1,11 +1,12 @@
 """What adapters cost on one GPU: thin matmuls, PyTorch's elementwise kernels, NF4 dequantization, and whole blocks.
 
-    python benchmarks/gpu/adapter_kernels.py FOLDER [--tiny]
+    python benchmarks/gpu/adapter_kernels.py FOLDER [--tiny] [--only PATTERN]
 
 Matmuls of a rank in bf16, fp16 and fp32; bandwidth of elementwise kernels by size; bitsandbytes' dequantization by
 size; seconds of a Llama block with PEFT's adapters, forward and backward, with and without autocast, quantized, with
 dropout, as half of the difference of models of three blocks and of one: on the device (long sequences) and on the host
-(64 tokens). Writes FOLDER/adapters.json. Three minutes on an H200. `--tiny`: on a CPU, to see that it runs.
+(64 tokens). Writes FOLDER/adapters.json, with PATTERN only the blocks of these cases. Three minutes on an H200.
+`--tiny`: on a CPU, to see that it runs.
 """
 
 import json
@@ -38,6 +39,9 @@ CASES: dict[str, dict[str, Any]] = {
     "all, nf4, upcast": {"targets": EVERY, "nf4": True, "upcast": True},
     "all, nf4": {"targets": EVERY, "nf4": True},
     "all, nf4, narrow": {"targets": EVERY, "nf4": True, "narrow": True},
+    "all, dora": {"targets": EVERY, "dora": True},
+    "all, dora, dropout": {"targets": EVERY, "dora": True, "dropout": 0.05},
+    "all, dora, nf4": {"targets": EVERY, "dora": True, "nf4": True},
 }
 SIZES = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
 TINY_SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128}
@@ -175,6 +179,7 @@ def build(layers: int, case: dict[str, Any]) -> Any:
             r=case.get("rank", 16),
             target_modules=case["targets"],
             lora_dropout=case.get("dropout", 0.0),
+            use_dora=case.get("dora", False),
             task_type="CAUSAL_LM",
         )
         model = get_peft_model(model, lora, autocast_adapter_dtype=not case.get("narrow"))
@@ -225,14 +230,15 @@ def block(name: str, *, autocast: bool) -> dict[str, Any]:
 def main() -> None:
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
+    only = sys.argv[sys.argv.index("--only") + 1] if "--only" in sys.argv else ""
+    cases = [name for name in CASES if only in name]
     found: dict[str, Any] = {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if CUDA else "cpu",
-        "blocks": [block(name, autocast=autocast) for name in CASES for autocast in (False, True)],
-        "matmuls": matmuls(),
-        "elementwise TB/s": elementwise(),
-        "dequantization": dequantization(),
+        "blocks": [block(name, autocast=autocast) for name in cases for autocast in (False, True)],
     }
+    if not only:
+        found |= {"matmuls": matmuls(), "elementwise TB/s": elementwise(), "dequantization": dequantization()}
     (folder / "adapters.json").write_text(json.dumps(found, indent=1) + "\n")
 
 

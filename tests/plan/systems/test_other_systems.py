@@ -1,6 +1,8 @@
 """Terms of the forecast that published results of other systems showed missing or wrong."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,12 +13,14 @@ from shoal.plan.memory.forecast import forecast_memory
 from shoal.plan.run.blocks import linears
 from shoal.plan.run.run import FROZEN, Adapter, Run
 from shoal.plan.speed.communication import Group, contention, straggling
+from shoal.plan.speed.compute import block_compute
 from shoal.plan.speed.forecast import Speed, forecast_speed
 from shoal.plan.speed.offload import STEP_BYTES, host_adam
 from shoal.plan.systems.modelled import SYSTEMS
 from shoal.plan.terms import GIB
 from tests.plan.planning import make_run, plan
 
+ROOT = Path(__file__).parents[3]
 HUGGING_FACE, DEEPSPEED, MEGATRON = SYSTEMS["huggingface"], SYSTEMS["deepspeed"], SYSTEMS["megatron"]
 LINEARS = tuple(one.name for one in linears(make_run("llama2-7b").shape))
 
@@ -52,12 +56,28 @@ def test_frozen_weights_under_an_adapter_are_not_cast():
 def test_dora_takes_memory_and_time():
     plain, dora = adapted(recompute="full"), adapted(dora=True, recompute="full")
     assert 0.3 < gib(dora) - gib(plain) < 3.0
-    assert 1.10 < seconds(dora) / seconds(plain) < 1.6
+    assert 1.5 < seconds(dora) / seconds(plain) < 2.0
     # Without activation checkpointing, every block saves the outputs of the frozen layers and of the adapters.
     assert gib(adapted(dora=True)) > 1.3 * gib(adapted())
     # With dropout, the frozen layer is computed a second time.
     dropped = seconds(adapted(dora=True, dropout=True)) / seconds(adapted(dropout=True))
-    assert dropped > seconds(dora) / seconds(plain) + 0.2
+    assert dropped > seconds(dora) / seconds(plain) + 0.1
+    # In 16 bits, as before PEFT 0.12, the kernels of whole matrices move about half.
+    narrow = replace(HUGGING_FACE, narrow_adapters=True)
+    less = seconds(dora.with_(traits=narrow)) - seconds(plain.with_(traits=narrow))
+    assert less < 0.7 * (seconds(dora) - seconds(plain))
+
+
+def test_a_block_with_dora_takes_what_was_measured_on_an_h200():
+    measured = json.loads((ROOT / "benchmarks" / "gpu" / "adapters_h200" / "dora_blocks.json").read_text())["blocks"]
+    cases = {(one["case"], one["autocast"]): one for one in measured}
+    for name, dropout in (("all, dora", False), ("all, dora, dropout", True)):
+        for batch, micro_batch, length in (("1x1024", 1, 1024), ("4x2048", 4, 2048)):
+            settings = {"precision": "bf16-true", "compiled": False, "loss": "plain", "traits": HUGGING_FACE}
+            run = make_run("llama3-8b", "h200", length=length, micro_batch=micro_batch, trained=FROZEN, **settings)
+            run = run.with_(adapter=Adapter(16, LINEARS, dora=True, dropout=dropout))
+            forward = 1e3 * block_compute(run).forward
+            assert forward == pytest.approx(cases[name, True][batch]["forward ms"], rel=0.1)
 
 
 def test_each_adapted_layer_saves_its_own_input_after_dropout():

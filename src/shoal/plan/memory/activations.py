@@ -12,13 +12,14 @@ from shoal.catalogue.architectures import architecture_of
 from shoal.catalogue.model_shape import ModelShape
 from shoal.plan.memory.states import adapted
 from shoal.plan.run.blocks import Linear, linears
-from shoal.plan.run.run import Run
+from shoal.plan.run.run import FUSED_TOGETHER, Run
 from shoal.plan.terms import Term, group, leaf
 
 # The most tokens that a sequence is padded by for attention, if its length is a multiple of as many.
 ATTENTION_PADDING = 128
 # The names that `Linear.reads` gives the outputs of norms.
 NORMS = {"norm", "second norm"}
+FIRST = {layers[0] for layers in FUSED_TOGETHER}
 
 
 def block_kept(run: Run) -> Term:
@@ -238,9 +239,8 @@ def _routed(run: Run, tokens: float) -> list[Term]:
 
 
 def has_mlp_in_place(run: Run) -> bool:
-    """Whether the backward pass of the MLP works in the tensors that it has saved; not with dropout on adapters."""
-    dropped = run.adapter is not None and run.adapter.dropout
-    return run.fuses_adapter("down_proj") and run.shape.traits.gated and not dropped
+    """Whether the backward pass of the MLP works in the tensors that it has saved."""
+    return run.fuses_adapter("down_proj") and run.shape.traits.gated
 
 
 def _dora(run: Run) -> list[Term]:
@@ -250,9 +250,12 @@ def _dora(run: Run) -> list[Term]:
         return []
     targets = adapted(run)
     if run.traits.peft:
-        # PEFT's adapters save their own output too.
-        widths = 2 * sum(one.outputs for one in targets)
-        return [leaf("DoRA outputs", run.tokens * widths * run.compute_bytes)]
+        # PEFT's adapters save their own output too, and with dropout the matrix that the output is computed from again.
+        found = [leaf("DoRA outputs", run.tokens * 2 * sum(one.outputs for one in targets) * run.compute_bytes)]
+        if run.adapter.dropout:
+            matrices = sum(one.parameters for one in targets) * run.adapter_bytes
+            found.append(leaf("DoRA matrices for the backward pass", matrices))
+        return found
     if run.compiled:
         targets = [one for one in targets if one.outputs != run.shape.ffn]
     return [leaf("DoRA outputs", run.tokens * sum(one.outputs for one in targets) * run.compute_bytes)]
@@ -292,8 +295,9 @@ def dropped_inputs(run: Run) -> bool:
 
 
 def _with_dropout(run: Run) -> list[Linear]:
-    """The adapted layers with a dropout of their own: of a joined QKV layer, one."""
-    found = adapted(run)
+    """The adapted layers with a dropout of their own: of a joined QKV layer, one; of fused adapters, the first of a
+    function, whose input is dropped before."""
+    found = [one for one in adapted(run) if not run.fuses_adapter(one.name) or one.name in FIRST]
     if not run.traits.fused_qkv:
         return found
     return [one for one in found if one.reads != "norm"] + [one for one in found if one.reads == "norm"][:1]

@@ -88,12 +88,13 @@ def _score_gradients(run: Run) -> float:
 
 
 def _dora_matrices(run: Run) -> float:
-    """What PEFT computes for the norms of the largest adapted layer: the identity, `B A`, scaled, and its sum with
-    the dequantized matrix."""
+    """What PEFT computes for the norms of the largest adapted layer, in the dtype of the adapter: the identity, `B A`,
+    scaled, the matrix cast or dequantized, and their sum."""
     if run.adapter is None or not run.adapter.dora or not run.traits.peft:
         return 0.0
     sizes = [one.local_sizes(run.mesh.tp) for one in adapted(run)]
-    return max(inputs * inputs + 4 * inputs * outputs for inputs, outputs in sizes) * run.compute_bytes
+    stored = run.compute_bytes if run.narrow_adapters else 4
+    return max(inputs * inputs + 4 * inputs * outputs for inputs, outputs in sizes) * stored
 
 
 def _block_gradients(run: Run) -> float:

@@ -20,6 +20,11 @@ GPTQ_KERNELS = [
 DEQUANTIZATION_RATE = 2.1e12 / 132
 
 
+# Bytes per element that are read for nothing where DoRA adds a transposed matrix, by what its forward pass of a Llama's
+# block takes an H200 (benchmarks/gpu/adapters_h200/dora_blocks.json).
+TRANSPOSED = 28
+
+
 def dequantization_seconds(run: Run, adapter: Adapter, elements: float) -> tuple[float, float]:
     """Seconds to dequantize `elements` of the frozen matrices in the forward and the backward pass."""
     if adapter.quantize == "gptq":
@@ -114,14 +119,28 @@ def _dora(run: Run, adapter: Adapter, inputs: float, outputs: float) -> tuple[fl
         reads = 1 if adapter.quantize is None else 2
         # The gradient is scaled, and for the scale's own multiplied with what frozen layer and adapter have returned.
         return forward + reads * elements * itemsize / bandwidth(run), 5 * scaled
-    # `B A` as a matmul with the identity (written and read), the scaled `B A` (read, written), its sum with `W` (two
-    # reads, written) and the norms (read); then three kernels over the output, and their backward ones.
-    matrices = 7 * elements + 2 * inputs * inputs
-    forward = matmul_seconds(run, inputs, inputs, adapter.rank) + matmul_seconds(run, inputs, adapter.rank, outputs)
-    forward += (matrices * itemsize + dequantized) / bandwidth(run) + 7 * scaled
-    backward = 9 * scaled
+    # `B A` is a matmul with the identity, in full; W is cast to the adapter's dtype, and the norms are of their sum.
+    stored, computed = itemsize if run.narrow_adapters else 4, run.adapter_bytes
+    identity = [Kernel(1, stored), *cast(1, stored, computed)]
+    matrix = [*cast(1, computed, stored), *cast(1, itemsize, stored), Kernel(1, 2 * stored)]
+    matrix += [Kernel(1, 3 * stored + TRANSPOSED), *cast(1, stored, 4 if run.autocasts else stored)]
+    matrix.append(Kernel(1, 4 if run.autocasts else stored))
+    thin = matmul_seconds(run, inputs, inputs, adapter.rank, itemsize=computed)
+    forward = thin + matmul_seconds(run, inputs, adapter.rank, outputs, itemsize=computed)
+    forward += kernel_seconds(run, identity, inputs * inputs) + dequantized / bandwidth(run)
+    # Both outputs are multiplied by a row of magnitudes over norms and added; the magnitudes' own gradient is summed
+    # over tokens, for either of them.
+    ahead = [Kernel(outputs, run.layer_bytes + stored, unrolled=True), Kernel(outputs, 3 * stored)]
+    ahead.append(Kernel(outputs, computed + stored, unrolled=True))
+    back = [Kernel(outputs, 2 * stored, unrolled=True)] * 2 + cast(outputs, stored, run.layer_bytes)
+    back += [Kernel(outputs, 2 * stored + run.layer_bytes, unrolled=True), Kernel(outputs, 3 * stored)]
+    back += [Kernel(outputs, stored, unrolled=True)] * 2
+    around = _seconds(run, ahead, back)
+    backward = around.backward
     if adapter.dropout:
-        # The frozen layer's output is of the input without dropout, so it is computed once more.
-        forward += matmul_seconds(run, run.tokens, inputs, outputs)
-        backward += matmul_seconds(run, run.tokens, outputs, inputs)
+        # The frozen layer's output is of the input without dropout, so it is computed once more, by the cast matrix.
+        matrix += cast(1, stored, computed)
+        forward += matmul_seconds(run, run.tokens, inputs, outputs, itemsize=computed)
+        backward += matmul_seconds(run, run.tokens, outputs, inputs, itemsize=computed)
+    forward += around.forward + kernel_seconds(run, matrix, elements)
     return forward, backward

@@ -32,6 +32,9 @@ EAGER_ADAPTER_HOST = 0.65e-3
 # Without the casts of an adapter in another dtype, 14 kernels are left of 25; and ten in adapters that are not PEFT's:
 # LoRALinear in torchtune/modules/peft/lora.py and litgpt/lora.py, and Unsloth's autograd functions.
 NARROW_ADAPTER_HOST, OWN_ADAPTER_HOST = 0.36e-3, 0.26e-3
+# What DoRA in PEFT adds to that: the kernels of whole matrices in the forward pass. A block with seven adapters took
+# the host of an H200 7.9 and 8.1 ms, without DoRA 4.7 and 5.2 (benchmarks/gpu/trainer_h200/block_host.json).
+DORA_HOST, DORA_KERNELS = 0.45e-3, 20
 QUANTIZED_HOST = 0.41e-3
 # That is of a layer that also casts, because PEFT has upcast what is around it. Without casts: a step of one sequence
 # of 256 tokens with adapters on queries and values of Llama 2 7B, without autocast and with eager attention, takes 4.7
@@ -91,6 +94,7 @@ def launch_gaps(run: Run, blocks: int) -> float:
     kernels = block_operations(run)
     if run.adapter is not None:
         kernels += sum(_adapter_launches(run, one)[1] for one in adapted(run))
+        kernels += DORA_KERNELS * len(adapted(run)) * (run.adapter.dora and run.traits.peft)
     if run.casts_weights:
         kernels *= AUTOCAST_HOST
     # A forward pass has a third of the kernels of both.
@@ -111,6 +115,8 @@ def _launching(run: Run, blocks: int) -> float:
         block *= _relative_operations(run)
     if run.adapter is not None:
         block += sum(_adapter_launches(run, one)[0] for one in adapted(run))
+        if run.adapter.dora and run.traits.peft:
+            block += DORA_HOST * len(adapted(run))
         if run.adapter.quantize is not None:
             bare = run.adapter.quantize != "gptq" and run.layer_bytes == run.compute_bytes
             each = DEQUANTIZED_HOST if bare else QUANTIZED_HOST

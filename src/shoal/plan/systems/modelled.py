@@ -111,7 +111,7 @@ DEEPSPEED = SystemTraits(
     eager_attention="types",
     hooks_modules=True,  # _register_deepspeed_module in deepspeed/runtime/zero/parameter_offload.py
 )
-# Megatron-LM. Files are in NVIDIA/Megatron-LM.
+# Megatron. Files are in NVIDIA/Megatron-LM.
 MEGATRON = SystemTraits(
     unfused_norms=False,  # megatron/core/fusions/fused_layer_norm.py, or Transformer Engine's
     fused_qkv=True,  # linear_qkv in megatron/core/transformer/attention.py
@@ -135,6 +135,9 @@ MEGATRON = SystemTraits(
     variable_lengths=True,  # PackedSeqParams: Transformer Engine's thd layout
     reentrant=True,  # CheckpointFunction in megatron/core/tensor_parallel/random.py
 )
+# Its own scripts: without --cross-entropy-loss-fusion, logits are copied to fp32, over which softmax and gradient are
+# written (megatron/core/tensor_parallel/cross_entropy.py).
+MEGATRON_LM = replace(MEGATRON, kernel_logit_bytes=6.0)
 # Its recipes, also as Megatron Bridge: bf16_mixed() with grad_reduce_in_fp32=False, tp_comm_overlap, and both overlaps
 # of data parallelism.
 NEMO = replace(
@@ -226,7 +229,7 @@ SYSTEMS: dict[str, SystemTraits] = {
     "autocast": BY_HAND_AUTOCAST,
     "composer": COMPOSER,
     "deepspeed": DEEPSPEED,
-    "megatron": MEGATRON,
+    "megatron": MEGATRON_LM,
     "megatron-deepspeed": MEGATRON_DEEPSPEED,
     "nemo": NEMO,
     "unsloth": UNSLOTH,
