@@ -65,7 +65,7 @@ def test_dora_takes_memory_and_time():
     # In 16 bits, as before PEFT 0.12, the kernels of whole matrices move about half.
     narrow = replace(HUGGING_FACE, narrow_adapters=True)
     less = seconds(dora.with_(traits=narrow)) - seconds(plain.with_(traits=narrow))
-    assert less < 0.7 * (seconds(dora) - seconds(plain))
+    assert less < 0.8 * (seconds(dora) - seconds(plain))
 
 
 def test_a_block_with_dora_takes_what_was_measured_on_an_h200():
