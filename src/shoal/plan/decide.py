@@ -106,6 +106,7 @@ def _options(config: Config, shape: ModelShape, machine: Machine, traits: System
         for recompute in recomputations(config):
             if recompute == "offload" and best is not None:
                 break  # it is as fast as full, and needs the link to the host: only if nothing else fits
+            possible: list[Run] = []
             for micro_batch in micro_batches(config, machine, strategy, sharding):
                 run = make_run(
                     config, shape, machine, Execution(strategy, sharding, micro_batch, recompute), traits=traits
@@ -114,13 +115,24 @@ def _options(config: Config, shape: ModelShape, machine: Machine, traits: System
                     least = run
                 if forecast_memory(run).exceeds(machine.gpu.memory_gib * _share(config)):
                     break  # so would a larger micro-batch
-                if best is not None and not _better(run, best):
-                    continue  # whether it fits is a longer question than how fast it is
-                if not fits(run, machine, _share(config)):
-                    break
-                best = run
+                possible.append(run)
+            best = _fastest(possible, best, machine, _share(config))
         assert least is not None, "a batch has a micro-batch"
         yield (best, True, sharding) if best is not None else (least, fits(least, machine), sharding)
+
+
+def _fastest(possible: list[Run], best: Run | None, machine: Machine, share: float) -> Run | None:
+    """The best of these runs with ever larger micro-batches that fits, or `best`. Whether a run fits is a longer
+    question than how fast it is, so that the best is asked first; if it does not fit, nor do larger ones."""
+    while possible:
+        wanted = best
+        for run in possible:
+            if wanted is None or _better(run, wanted):
+                wanted = run
+        if wanted is best or (wanted is not None and fits(wanted, machine, share)):
+            return wanted
+        possible = possible[: next(index for index, run in enumerate(possible) if run is wanted)]
+    return best
 
 
 def _with_model_parallel(
