@@ -5,8 +5,8 @@
 Matmuls of a rank in bf16, fp16 and fp32; bandwidth of elementwise kernels by size; bitsandbytes' dequantization by
 size; seconds of a Llama block with PEFT's adapters, forward and backward, with and without autocast, quantized, with
 dropout, as half of the difference of models of three blocks and of one: on the device (long sequences) and on the host
-(64 tokens). Writes FOLDER/adapters.json, with PATTERN only the blocks of these cases. Three minutes on an H200.
-`--tiny`: on a CPU, to see that it runs.
+(64 tokens). Writes FOLDER/adapters.json, with PATTERN only FOLDER/blocks.json of these cases. Three minutes on an
+H200. `--tiny`: on a CPU, to see that it runs.
 """
 
 import json
@@ -239,7 +239,7 @@ def main() -> None:
     }
     if not only:
         found |= {"matmuls": matmuls(), "elementwise TB/s": elementwise(), "dequantization": dequantization()}
-    (folder / "adapters.json").write_text(json.dumps(found, indent=1) + "\n")
+    (folder / ("blocks.json" if only else "adapters.json")).write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

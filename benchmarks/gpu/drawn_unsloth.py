@@ -139,15 +139,16 @@ def saved(name: str, length: int) -> Path:
     model = build(Task("unsloth", name, length, 1, 1, "", time.time()), torch.bfloat16)
     model.config.bos_token_id, model.config.eos_token_id, model.config.pad_token_id = 256, 257, 258
     model.generation_config.bos_token_id, model.generation_config.eos_token_id = 256, 257
-    model.save_pretrained(folder)
+    begun = root / "begun"
+    model.save_pretrained(begun)
     del model
     torch.cuda.empty_cache()
     letters = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     words = Tokenizer(models.BPE(vocab=letters, merges=[]))
     words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
-    return folder
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(begun)
+    return begun.rename(folder)
 
 
 def main() -> None:
@@ -179,7 +180,7 @@ def main() -> None:
             ended = subprocess.run(command, capture_output=True, text=True, timeout=min(150, left))
             said = "" if ended.returncode == 0 else (ended.stderr or ended.stdout)[-1500:]
         except subprocess.TimeoutExpired:
-            said = "no time left"
+            said = "took too long"
         print(f"{name(case)}: {time.monotonic() - started:.0f} s {said}", flush=True)
 
 

@@ -148,12 +148,20 @@ def test_the_limits_fit_and_twice_as_much_does_not():
     assert not plan(*arguments, *one, f"data.max_length={length * 2}").fits
 
 
-def test_the_fewest_devices_hold_the_micro_batches_of_a_full_pipeline():
+def test_the_fewest_devices_hold_the_micro_batches_of_a_pipeline():
     settings = ("model.shape=llama3-70b", "hardware.gpu=h100-80gb", "hardware.devices=8", "hardware.nodes=8")
     settings += ("train.global_batch=256", "data.max_length=8192", "train.recompute=none", "train.micro_batch=1")
     found = plan(*settings, "parallel.tp=2", "parallel.pp=8")
     assert not found.fits
-    assert found.limits.devices is None or found.limits.devices > 64
+    fewest = found.limits.devices
+    assert fewest is not None
+
+    def on(devices: int) -> bool:
+        more = (f"hardware.nodes={devices // 8}", "parallel.tp=2", "parallel.pp=8")
+        return plan(*settings, *more).fits
+
+    assert on(fewest)
+    assert not on(fewest // 2)
 
 
 def test_the_fewest_devices_are_enough_and_half_are_not():

@@ -105,6 +105,14 @@ def test_a_save_waits_for_the_one_before_it() -> None:
     assert f"blocks for {written - interval + blocked:.1f} s" in plan_text(planned)
 
 
+def test_auto_is_not_rounded_to_where_saves_wait() -> None:
+    settings = ("model.shape=llama3.2-1b", *EIGHT_H100, "train.micro_batch=8", "train.global_batch=512")
+    slow = ("eval.every=100", "hardware.mtbf_hours=100", "hardware.disk_gb_per_second=0.06", "data.max_length=2048")
+    found = plan(*settings, *slow).goodput
+    assert found.best_every % 100 == 0
+    assert found.best_every * found.step_seconds >= found.conditions.written
+
+
 def test_no_progress_is_a_share_of_zero_and_not_an_overflow() -> None:
     found = plan(*EIGHT_B, "train.steps=100", "hardware.mtbf_hours=1e-6").as_dict()["goodput"]
     assert found["effective_share"] == 0

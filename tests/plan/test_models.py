@@ -1,7 +1,6 @@
 """The shape that a config names: from the catalogue, from a folder's config.json, from the local cache."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -202,8 +201,7 @@ def test_a_setting_without_the_effect_that_it_promises_is_said_before_the_run(se
         {"model_type": "gemma3", "vision_config": {}, "text_config": {"hidden_size": 2560, "intermediate_size": 10_240,
          "model_type": "gemma3_text", "num_hidden_layers": 34, "sliding_window": 1024}},
         {"model_type": "gemma2", "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-         "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": 4096,
-         "vocab_size": 256_000},
+         "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 256_000},
         {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
          "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 151_936, "tie_word_embeddings": True},
     ],
@@ -214,8 +212,7 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(settings, tmp_path:
 
     (tmp_path / "config.json").write_text(json.dumps(settings))
     whole = AutoConfig.from_pretrained(tmp_path).to_dict()
-    found, wanted = shape_from_settings(settings), shape_from_settings(whole)
-    assert replace(found, positions=0) == replace(wanted, positions=0)
+    assert shape_from_settings(settings) == shape_from_settings(whole)
 
 
 def test_the_modules_of_a_multimodal_model_that_are_not_forecast_are_named(tmp_path: Path):

@@ -249,7 +249,5 @@ def test_each_further_checkpointed_block_costs_as_much_as_the_first() -> None:
 
 
 def test_the_optimizer_state_is_shared_by_ranks_that_divide_all_of_them() -> None:
-    with pytest.raises(
-        UserMistake, match="optimizer_ranks 3 does not divide the 8 data-parallel ranks; use one of 1, 2"
-    ):
+    with pytest.raises(UserMistake, match="optimizer_ranks 3 does not divide the number of ranks"):
         plan("model.shape=llama3.2-1b", *EIGHT_H100, "parallel.strategy=zero1", "parallel.optimizer_ranks=3")

@@ -51,9 +51,9 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 # A multimodal config whose text model has another type, where it does not say which.
 TEXT_TYPES = {"gemma3": "gemma3_text"}
-# What transformers takes for keys that a config.json of a type leaves out (configuration_gemma3.py,
-# configuration_qwen3.py): those of Gemma 3 name only what differs.
-LEFT_OUT: dict[str, dict[str, int]] = {
+# What transformers takes for keys that a config.json of a type leaves out (configuration_gemma3.py and others): those
+# of Gemma 3 name only what differs.
+CONFIG_DEFAULTS: dict[str, dict[str, int]] = {
     "gemma3_text": {
         "vocab_size": 262_208,
         "hidden_size": 2304,
@@ -66,8 +66,13 @@ LEFT_OUT: dict[str, dict[str, int]] = {
         "sliding_window_pattern": 6,
         "max_position_embeddings": 131_072,
     },
-    "gemma2": {"sliding_window_pattern": 2},
-    "qwen3": {"head_dim": 128},
+    "gemma2": {
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 2,
+        "max_position_embeddings": 8192,
+    },
+    "qwen3": {"head_dim": 128, "max_position_embeddings": 32_768},
 }
 
 

@@ -56,9 +56,7 @@ def _unsharded(run: _Run) -> str | None:
 
 
 def _state_is_not_partitioned(run: _Run) -> str | None:
-    if run.strategy in ("auto", "zero1"):
-        return None
-    return f"parallel.strategy is {run.strategy}, not zero1"
+    return None if run.strategy == "zero1" else f"parallel.strategy is {run.strategy}, not zero1"
 
 
 def _in_a_pipeline(run: _Run) -> str | None:

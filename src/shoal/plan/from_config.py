@@ -210,9 +210,10 @@ def _optimizer_ranks(config: Config, execution: Execution, data_parallel: int) -
     if wanted == "auto" or not find_strategy(execution.strategy, execution.sharding).partitions_update:
         return 0
     if data_parallel % wanted:
+        shown = ", ".join(str(one) for one in divisors(data_parallel))
         raise UserMistake(
-            f"parallel.optimizer_ranks {wanted} does not divide the {data_parallel} data-parallel ranks; use one of "
-            f"{', '.join(str(one) for one in divisors(data_parallel))}."
+            f"parallel.optimizer_ranks {wanted} does not divide the number of ranks with the same weights, which is "
+            f"{data_parallel}; use auto or one of {shown}."
         )
     return wanted
 

@@ -200,15 +200,19 @@ def conditions(
 
 
 def best_every(found: Conditions, step_seconds: float, config: Config) -> int:
-    """The best interval in steps. The optimum is flat, so that it is rounded to where checkpoints are of use: to a
-    divisor of `checkpoint.keep_every`, or so that evaluations and checkpoints coincide, for `keep_best`."""
+    """The best interval in steps. The optimum is flat, but where saves wait for each other, so that it is rounded to
+    where checkpoints are of use: to a divisor of `checkpoint.keep_every`, or so that evaluations and checkpoints
+    coincide, for `keep_best`."""
     steps, least = max(1.0, found.best / step_seconds), found.written / step_seconds
     keep, evaluated = config.checkpoint.keep_every, config.eval.every
     if keep is not None:
         return _nearest_divisor(keep, steps, least)
     if config.data.validation == 0 or not config.checkpoint.keep_best or config.checkpoint.metric != "eval_loss":
         return ceil(steps)
-    return round(steps / evaluated) * evaluated if steps >= evaluated else _nearest_divisor(evaluated, steps, least)
+    if steps < evaluated:
+        return _nearest_divisor(evaluated, steps, least)
+    rounded = round(steps / evaluated) * evaluated
+    return rounded if rounded >= least else rounded + evaluated
 
 
 def _nearest_divisor(value: int, wanted: float, least: float) -> int:

@@ -74,7 +74,8 @@ def _fewest(question: Question) -> int | None:
         devices = min(count, max(question.machine.devices, 8))
         machine = question.machine.of(devices, -(-count // devices))
         ranks = max(1, count // within)
-        # As many micro-batches as tell: accumulated gradients take more memory, and a full pipeline holds several.
+        # As many micro-batches as tell, if the batch has them: accumulated gradients take more memory, and a pipeline
+        # holds several.
         grad_accum_steps = max(1, min(2 * stages, question.config.train.global_batch // ranks))
         if grad_accum_steps > stages:
             grad_accum_steps -= grad_accum_steps % stages

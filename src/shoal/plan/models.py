@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shoal.catalogue.architectures import ARCHITECTURES, LEFT_OUT, TEXT_TYPES, Architecture, parts
+from shoal.catalogue.architectures import ARCHITECTURES, CONFIG_DEFAULTS, TEXT_TYPES, Architecture, parts
 from shoal.catalogue.causal_models import ALWAYS_ENCODERS, ENCODERS, PACKED, UNPACKED
 from shoal.catalogue.families import ATTENTION_DROPOUT, BY_MODEL_TYPE, FAMILIES, HIDDEN_DROPOUT
 from shoal.catalogue.hub_names import name_of, plain
@@ -75,7 +75,7 @@ def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json"
     """The shape that a transformers config, as a mapping, describes."""
     settings = text_settings(settings)
     kind = _model_type(settings)
-    settings = {**LEFT_OUT.get(kind, {}), **settings}
+    settings = {**CONFIG_DEFAULTS.get(kind, {}), **settings}
     if settings.get("is_encoder_decoder") and kind not in CAUSAL:
         raise UserMistake(
             f"{source}: a {kind} has an encoder and a decoder, and models of both are neither trained nor forecast; "

@@ -182,6 +182,26 @@ def test_fused_adapters_are_pefts_unless_every_layer_of_a_function_has_one() -> 
     assert [dropped.with_(traits=one).fuses_adapter("q_proj") for one in systems] == [False, True, False]
 
 
+def test_adapters_of_dora_and_of_experts_are_pefts() -> None:
+    every = tuned("unsloth", None)
+    assert every.fuses_adapter("gate_proj")
+    assert not every.with_(adapter=Adapter(8, EVERY, dora=True)).fuses_adapter("gate_proj")
+    experts = make_run("qwen3-30b-a3b", adapter=Adapter(8, EVERY), trained=FROZEN, traits=every.traits)
+    assert experts.fuses_adapter("q_proj")
+    assert not experts.fuses_adapter("gate_proj")
+
+
+def test_megatrons_own_loss_copies_the_logits_to_fp32() -> None:
+    def each(system: str, precision: str) -> float:
+        run = make_run("llama2-7b", precision=precision, loss="plain", traits=SYSTEMS[system])
+        found = head(run).peak.find("logits and loss")
+        assert found is not None
+        return found.amount / (run.tokens * 32_000)
+
+    assert (each("megatron", "bf16-mixed"), each("nemo", "bf16-mixed")) == (6, 4)
+    assert (each("megatron", "32-true"), each("nemo", "32-true")) == (8, 8)
+
+
 def test_attention_may_get_and_return_padded_copies() -> None:
     run = tuned("unsloth", None, length=1024)
     padded = run.with_(traits=replace(run.traits, pads_attention=True))

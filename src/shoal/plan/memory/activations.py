@@ -19,6 +19,7 @@ from shoal.plan.terms import Term, group, leaf
 ATTENTION_PADDING = 128
 # The names that `Linear.reads` gives the outputs of norms.
 NORMS = {"norm", "second norm"}
+# The first layers of fused adapters' functions, whose dropout is that of the function.
 FIRST = {layers[0] for layers in FUSED_TOGETHER}
 
 

@@ -27,7 +27,7 @@ HEAD_TRANSFORM = 4
 FUSED_LABELS = 2024
 # The year whose wheels have PyTorch 2.6 and later.
 REUSED_LOGITS = 2025
-# The logits that a part of a fused loss has at most, if these are 256 MiB, and the fewest and most tokens of a part.
+# A part of Unsloth's fused loss: as many tokens, a power of two, as have at most so many logits; their least and most.
 PART_LOGITS, PART_ROWS = 512 * 151936, (512, 4096)
 # torchtune's chunked losses upcast logits to fp32 in eight chunks.
 UPCAST_CHUNKS = 8
@@ -190,7 +190,7 @@ def _plain_bytes(run: Run) -> float:
         both = 1.0 if run.traits.loss_in_place or _reuses_logits(run) else 2.0
         # Zeros in place of the gradient that returned logits do not have.
         zeros = run.compute_bytes if run.traits.compiles_loss and run.traits.returns_logits and run.compiled else 0.0
-        return (run.traits.kernel_logit_bytes or both * run.compute_bytes) + zeros + label_bytes(run)
+        return max(run.traits.kernel_logit_bytes, both * run.compute_bytes) + zeros + label_bytes(run)
     # A head in fp32 returns logits in it.
     wide = float(run.head_bytes - run.compute_bytes)
     if run.traits.peft and run.shape.traits.post_norm and not run.in_autocast:  # transformers' encoders upcast nothing

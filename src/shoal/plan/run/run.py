@@ -98,13 +98,14 @@ class Run(Settings):
 
     def fuses_adapter(self, name: str) -> bool:
         """Whether the adapter of a layer is part of an autograd function of its own, which is not for layers in 8 bits,
-        and may not be with dropout."""
+        not for DoRA and experts, and may not be with dropout."""
         adapter, fused = self.adapter, self.traits.fused_adapters
-        if adapter is None or not fused or adapter.quantize not in FUSED:
+        if adapter is None or not fused or adapter.dora or adapter.quantize not in FUSED:
             return False
         if adapter.dropout and fused != "dropout":
             return False
-        return any(name in layers and set(layers) <= set(adapter.targets) for layers in FUSED_TOGETHER)
+        functions = FUSED_TOGETHER[:-1] if self.shape.routed else FUSED_TOGETHER
+        return any(name in layers and set(layers) <= set(adapter.targets) for layers in functions)
 
     @property
     def fuses_activation(self) -> bool:
@@ -116,7 +117,8 @@ class Run(Settings):
     @property
     def adapter_input_bytes(self) -> int:
         """Bytes per element of an adapter's input, as saved: PEFT casts it to fp32 and autocast back."""
-        wide = self.traits.peft and not self.narrow_adapters and not self.autocasts
+        own = self.narrow_adapters or self.traits.fused_adapters
+        wide = self.traits.peft and not own and not self.autocasts
         return 4 if wide else self.compute_bytes
 
     @property
@@ -223,12 +225,14 @@ class Run(Settings):
         """Whether GELU is several elementwise kernels, as in transformers' GPT-2, not in models that are only like it.
         Autocast computes its power, and what follows, in fp32."""
         written_out = self.shape.traits.unfused_gelu and self.shape.is_family
-        return written_out and not self.compiled and not self.traits.fused_activation
+        return written_out and not self.compiled and self.traits.fused_activation is not True
 
     @property
     def writes_out_erf(self) -> bool:
         """Whether GELU is several elementwise kernels by its definition, as the system has it."""
-        written_out = self.traits.erf_gelu or (self.shape.traits.unfused_erf and not self.traits.fused_activation)
+        written_out = self.traits.erf_gelu or (
+            self.shape.traits.unfused_erf and self.traits.fused_activation is not True
+        )
         return written_out and not self.compiled and not self.shape.traits.gated
 
     @property

@@ -90,7 +90,7 @@ class Settings:
         if not self.repeats_forward:
             return 0.0
         if isinstance(self.recompute, int):
-            return 1 / self.recompute
+            return -(-self.shape.layers // self.recompute) / self.shape.layers
         return min(1.0, self.recomputed_blocks * self.mesh.pp / self.shape.layers) if self.recomputed_blocks else 1.0
 
     @property

@@ -37,7 +37,7 @@ TORCHTITAN_2024 = SystemTraits(
 # From 2025 on its loss is compiled with its blocks, and from PyTorch 2.9 on nn.RMSNorm is one kernel, also of DTensors
 # (pytorch's pull requests 153666 and 158716).
 TORCHTITAN_2025 = replace(TORCHTITAN_2024, loss_kernel="compiled", unfused_norms=False)
-# Since October 2025 its attention is cuDNN's where there is one, and since 2026 keys are not repeated
+# Since October 2025 its attention is cuDNN's where there is one, and since February 2026 keys are not repeated
 # (torchtitan's pull requests 1776 and 2259).
 TORCHTITAN = replace(TORCHTITAN_2025, flash2=False, repeats_keys=False)
 # LinearCrossEntropyLoss in torchtune/modules/loss/cross_entropy_loss.py, of which apply_compile_strategy compiles a
@@ -188,9 +188,9 @@ LLAMA_FACTORY = replace(
 )
 # Kernels of its own (unsloth/kernels): RMSNorm, rotary embeddings, SwiGLU; a cross-entropy that overwrites the logits
 # with their gradient, or, since August 2025, that holds those of a part (get_chunk_size in
-# unsloth_zoo/fused_losses/cross_entropy_loss.py; 4 GiB from July 2026 on, and since October 2026 those of 512 tokens or
-# more, fused_linear_rows in fused_linear.py); adapters in fp32 (prepare_model_for_training)
-# whose backward pass recomputes the MLP's product (fast_lora.py); and checkpoints that are like the reentrant ones
+# unsloth_zoo/fused_losses/cross_entropy_loss.py; 4 GiB from July 2026 on, and from November 2026 on those of 512 tokens
+# or more, fused_linear_rows in fused_linear.py); adapters in fp32 (prepare_model_for_training) whose backward pass
+# recomputes the MLP's product (fast_lora.py); and checkpoints that are like the reentrant ones
 # (UnslothCheckpointFunction in unsloth_zoo/gradient_checkpointing.py).
 UNSLOTH = replace(
     AXOLOTL,

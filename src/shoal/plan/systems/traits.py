@@ -27,7 +27,7 @@ class SystemTraits:
     # Ampere (enable_gqa; use_gqa_in_sdpa in transformers since 4.48). Else they are repeated, or it is another kernel.
     grouped_attention: bool = True
     # Attention is given copies of queries, keys and values with up to 128 more tokens per sequence, and its output is
-    # copied without them: Unsloth since October 2026 where SDPA runs cuDNN's kernels (_cudnn_length_bucketed_sdpa in
+    # copied without them: Unsloth since 2026.10.6 where SDPA runs cuDNN's kernels (_cudnn_length_bucketed_sdpa in
     # unsloth/utils/attention_dispatch.py), on Hopper without xFormers and flash-attn.
     pads_attention: bool = False
     # Padding is removed before attention and put back after it even where there is none, which copies what it reads and
