@@ -6,7 +6,7 @@ Of our own runs; of systems that are modelled, that is the rows of `data/`, with
 and of other sources (`plan_published.py`), which were in view while terms were corrected. The rows of a source that a
 constant was chosen from are among the last ones too, with the constant as it would be without that source (`WITHOUT`).
 Writes `plan/published/errors.md` and `errors.json`. With `--held-out` it computes the error of the sources that were
-kept aside, and writes that instead: once, when everything else is done.
+kept aside, and writes that instead, with the error of each figure: once, when everything else is done.
 """
 
 import argparse
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 from plan_accuracy import TRAITS, read_rows
 from plan_accuracy import compare as compare_known
 from plan_named import named_figures
-from plan_published import FOLDER, ROOT, Figure, Published, compare, errors, read_measured, read_published
+from plan_published import FOLDER, ROOT, Figure, Published, compare, read_measured, read_published, spread
 from sweeps.forecast import compare as compare_sweep
 from sweeps.report import read_records
 
@@ -42,6 +42,14 @@ MEASURED = (
     *(f"drawn_h200/{name}.jsonl" for name in ("sft", "loops", "unsloth")),
 )
 DRAWN = {"trainer-h200-drawn", "sft-h200-drawn", "loops-h200-drawn", "unsloth-h200-drawn"}
+# Sets that are also told together, from the error of each figure in `first.json`.
+TOGETHER = {
+    "the eighth and the ninth together": (
+        "the eighth held-out set, as the command is asked",
+        "the ninth held-out set, as the command is asked",
+    )
+}
+KINDS = ("full", "LoRA", "QLoRA")
 # The share of a step from which on its time may be the host's.
 WAITING = 0.7
 # Errors from here on are listed one by one, with what is not known about the run.
@@ -141,15 +149,36 @@ def _of_known(one: Any, source: str) -> Figure:
 
 def cells(figures: list[Figure]) -> list[str]:
     """Number, median and 90th percentile of memory and of speed."""
-    found = []
+    return cells_of([(one.what, one.error) for one in figures])
+
+
+def cells_of(found: list[tuple[str, float]]) -> list[str]:
+    """The same of pairs of what a figure is and its error."""
+    shown = []
     for what in ("memory", "speed"):
-        some = [one for one in figures if one.what == what]
+        some = [error for kind, error in found if kind == what]
         if not some:
-            found += ["", "", ""]
+            shown += ["", "", ""]
             continue
-        median, ninety, _ = errors(some)
-        found += [str(len(some)), f"{median:.1%}", f"{ninety:.1%}"]
-    return found
+        median, ninety, _ = spread(some)
+        shown += [str(len(some)), f"{median:.1%}", f"{ninety:.1%}"]
+    return shown
+
+
+def add_together() -> None:
+    """Writes the sets of `TOGETHER` into `first.json`."""
+    first = json.loads((FOLDER / "first.json").read_text())
+    for name, sets in TOGETHER.items():
+        figures = [error for one in sets for error in first[one]["errors"]]
+        first[name] = {
+            "sources": {source: row for one in sets for source, row in first[one]["sources"].items()},
+            "kinds": {
+                kind: cells_of([(what, error) for _, of_kind, what, error in figures if of_kind == kind])
+                for kind in KINDS
+            },
+            "all": cells_of([(what, error) for _, _, what, error in figures]),
+        }
+    (FOLDER / "first.json").write_text(json.dumps(first, indent=1) + "\n")
 
 
 HEAD = [
@@ -178,7 +207,7 @@ def groups(unseen: list[Figure]) -> list[tuple[str, list[Figure]]]:
         ("– llm-foundry and torchtitan, each left out", again),
         *(
             (f"– {kind}{' training' if kind == 'full' else ''}", [one for one in unseen if one.row.kind == kind])
-            for kind in ("full", "LoRA", "QLoRA")
+            for kind in KINDS
         ),
     ]
 
@@ -295,12 +324,12 @@ def main() -> None:
     if held_out:
         found = {"line": line("**sources held out**", figures)}
         found["sources"] = {name: cells(some) for name, some in by_source(figures).items()}
-        found["kinds"] = {
-            kind: cells([one for one in figures if one.row.kind == kind]) for kind in ("full", "LoRA", "QLoRA")
-        }
+        found["kinds"] = {kind: cells([one for one in figures if one.row.kind == kind]) for kind in KINDS}
+        found["errors"] = [[one.row.source, one.row.kind, one.what, round(one.error, 4)] for one in figures]
         (FOLDER / "held_out.json").write_text(json.dumps(found, indent=1) + "\n")
         print(found["line"])
         return
+    add_together()
     write(rows, figures)
     for name, some in groups(figures):
         print(line(name, some))

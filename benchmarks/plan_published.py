@@ -303,9 +303,14 @@ def compare(rows: list[Published], *, all_counted: bool = False) -> list[Figure]
 
 def errors(figures: list[Figure]) -> tuple[float, float, float]:
     """(median, 90th percentile, bias)."""
-    sizes = sorted(abs(one.error) for one in figures)
+    return spread([one.error for one in figures])
+
+
+def spread(found: list[float]) -> tuple[float, float, float]:
+    """The same of errors."""
+    sizes = sorted(abs(error) for error in found)
     worst = sizes[min(len(sizes) - 1, math.ceil(0.9 * len(sizes)) - 1)]
-    return statistics.median(sizes), worst, statistics.median(one.error for one in figures)
+    return statistics.median(sizes), worst, statistics.median(found)
 
 
 def print_errors(name: str, figures: list[Figure]) -> None:

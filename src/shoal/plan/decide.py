@@ -129,9 +129,10 @@ def _fastest(possible: list[Run], best: Run | None, machine: Machine, share: flo
         for run in possible:
             if wanted is None or _better(run, wanted):
                 wanted = run
-        if wanted is best or (wanted is not None and fits(wanted, machine, share)):
+        assert wanted is not None
+        if wanted is best or fits(wanted, machine, share):
             return wanted
-        possible = possible[: next(index for index, run in enumerate(possible) if run is wanted)]
+        possible = possible[: possible.index(wanted)]
     return best
 
 

@@ -136,8 +136,8 @@ def make_plan(config: Config, *, system: str = "shoal", traits: Sequence[str] = 
         )
     if shape.routed and machine.world_size > 1:
         notes.append(
-            "Experts are sharded as all other weights are: expert parallelism, with which large mixtures of experts "
-            "are usually trained, is not forecast."
+            "Experts are sharded like all other weights: expert parallelism, the usual layout of large "
+            "mixture-of-experts models, is not forecast."
         )
     notes += _about_preference(config)
     if (warning := plan_attention(config, shape, machine).warning(config.data.max_length)) is not None:

@@ -20,7 +20,7 @@ ATTENTION_PADDING = 128
 # The names that `Linear.reads` gives the outputs of norms.
 NORMS = {"norm", "second norm"}
 # The first layers of fused adapters' functions, whose dropout is that of the function.
-FIRST = {layers[0] for layers in FUSED_TOGETHER}
+FIRST_FUSED = {layers[0] for layers in FUSED_TOGETHER}
 
 
 def block_kept(run: Run) -> Term:
@@ -118,9 +118,9 @@ def _peft_inputs(run: Run, tokens: float) -> Term:
     """PEFT casts an input for each adapted layer on its own, unless adapters have its dtype; and 4-bit matmuls may save
     theirs, which all of them share unless each one casts it from fp32. The MLP's last input is with the MLP."""
     own = [] if dropped_inputs(run) else [one for one in adapted(run) if one.reads != "inner"]
-    as_they_are = [one for one in own if run.narrow_adapters or run.fuses_adapter(one.name)]
-    width = run.adapter_input_bytes * sum(one.local_sizes(run.mesh.tp)[0] for one in own if one not in as_they_are)
-    width += run.compute_bytes * _normed(run.shape, {one.reads for one in as_they_are}) * run.shape.hidden
+    saved_once = [one for one in own if run.narrow_adapters or run.fuses_adapter(one.name)]
+    width = run.adapter_input_bytes * sum(one.local_sizes(run.mesh.tp)[0] for one in own if one not in saved_once)
+    width += run.compute_bytes * _normed(run.shape, {one.reads for one in saved_once}) * run.shape.hidden
     if saved := quantized_input_bytes(run):
         frozen = [one for one in linears(run.shape) if one.reads in NORMS]
         shared = len(frozen) if run.layer_bytes > run.compute_bytes else _normed(run.shape, NORMS)
@@ -298,7 +298,7 @@ def dropped_inputs(run: Run) -> bool:
 def _with_dropout(run: Run) -> list[Linear]:
     """The adapted layers with a dropout of their own: of a joined QKV layer, one; of fused adapters, the first of a
     function, whose input is dropped before."""
-    found = [one for one in adapted(run) if not run.fuses_adapter(one.name) or one.name in FIRST]
+    found = [one for one in adapted(run) if not run.fuses_adapter(one.name) or one.name in FIRST_FUSED]
     if not run.traits.fused_qkv:
         return found
     return [one for one in found if one.reads != "norm"] + [one for one in found if one.reads == "norm"][:1]
