@@ -14,6 +14,7 @@ from shoal.plan.advise import Question, savings
 from shoal.plan.decide import choose
 from shoal.plan.machine import machine_at_hand, read_machine
 from shoal.plan.memory.forecast import forecast_memory
+from shoal.plan.memory.fragmentation import fragmented
 from shoal.plan.models import read_shape
 from shoal.plan.terms import GIB
 from tests.plan.planning import plan
@@ -146,6 +147,19 @@ def test_the_limits_fit_and_twice_as_much_does_not():
     one = ("train.micro_batch=1", "train.global_batch=1")
     assert plan(*arguments, *one, f"data.max_length={length}").fits
     assert not plan(*arguments, *one, f"data.max_length={length * 2}").fits
+
+
+def test_limits_of_a_system_whose_allocator_is_replayed_take_few_replays():
+    """Each takes 20 to 50 ms of a forecast that is to take less than a second."""
+    arguments = ["model.shape=llama3-8b", "hardware.gpu=h100-80gb", "hardware.devices=8", "train.micro_batch=1"]
+    found = plan(*arguments, system="axolotl")
+    assert not found.fits
+    before = fragmented.cache_info().misses
+    length = found.limits.length
+    assert length is not None
+    assert fragmented.cache_info().misses - before <= 5
+    assert plan(*arguments, f"data.max_length={length}", system="axolotl").fits
+    assert not plan(*arguments, f"data.max_length={length + max(128, length // 16)}", system="axolotl").fits
 
 
 def test_the_fewest_devices_hold_the_micro_batches_of_a_pipeline():

@@ -8,8 +8,12 @@ from typing import Any
 from shoal.config.mesh import configured_degrees
 from shoal.plan.advise import Question, changed
 from shoal.plan.from_config import choose_loss
+from shoal.plan.machine import Machine
+from shoal.plan.memory.forecast import forecast_memory
 from shoal.plan.memory.fragmentation import is_replayed
 from shoal.plan.resolved import ResolvedRun, fits
+from shoal.plan.run.run import Run
+from shoal.plan.terms import GIB
 
 MAX_LENGTH = 1 << 22
 MAX_MICRO_BATCH = 1 << 14
@@ -35,19 +39,38 @@ def limits(choice: ResolvedRun, question: Question) -> Limits:
         return Limits(None, None, None)
     unit = 64 * run.mesh.tp * run.mesh.cp * 2
 
-    def with_micro_batch(size: int) -> bool:
+    def with_micro_batch(size: int) -> Run:
         loss = choose_loss(config, run.shape, size * run.length // run.mesh.cp)
-        return fits(run.with_(micro_batch=size, loss=loss), machine)
+        return run.with_(micro_batch=size, loss=loss)
 
-    def with_length(units: int) -> bool:
+    def with_length(units: int) -> Run:
         loss = choose_loss(config, run.shape, units * unit // run.mesh.cp)
-        return fits(run.with_(micro_batch=1, length=units * unit, loss=loss), machine)
+        return run.with_(micro_batch=1, length=units * unit, loss=loss)
 
-    # Where it takes a replay of the allocator to tell whether a run fits, limits are coarser.
-    part = 16 if is_replayed(run) else 64
-    micro_batch = _largest(with_micro_batch, MAX_MICRO_BATCH, part)
-    units = _largest(with_length, MAX_LENGTH // unit, part)
+    largest = _largest_replayed if is_replayed(run) else _largest_run
+    micro_batch = largest(with_micro_batch, machine, MAX_MICRO_BATCH)
+    units = largest(with_length, machine, MAX_LENGTH // unit)
     return Limits(micro_batch or None, units * unit or None, _fewest(question))
+
+
+def _largest_run(run_with: Callable[[int], Run], machine: Machine, most: int) -> int:
+    return _largest(lambda value: fits(run_with(value), machine), most)
+
+
+def _largest_replayed(run_with: Callable[[int], Run], machine: Machine, most: int) -> int:
+    """The largest value that fits where only a replay of the allocator can tell, to within a sixteenth: downwards from
+    the largest whose tensors alone fit, each time with as much left free as the gaps that the one before had."""
+    part = 16
+
+    def largest_that_leaves(gib: float, most: int) -> int:
+        left = machine.gpu.memory_gib - gib
+        return _largest(lambda value: not forecast_memory(run_with(value)).exceeds(left), most, part)
+
+    value = largest_that_leaves(0.0, most)
+    while value and not fits(run_with(value), machine):
+        gaps = forecast_memory(run_with(value)).worst.reserve / GIB
+        value = min(value - max(1, value // part), largest_that_leaves(gaps, value))
+    return value
 
 
 def _largest(works: Callable[[int], bool], most: int, part: int = 64) -> int:

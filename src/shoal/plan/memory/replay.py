@@ -27,7 +27,8 @@ class Steps:
         self.reading = {part: [one for one in self.matrices if one.reads == READS[part]] for part in PARTS}
         self.table = run.shape.vocab * run.shape.hidden
         self.eager = not run.compiled
-        self.casts = run.casts_weights and not run.sharded
+        self.casts, self.sharded = run.casts_weights and not run.sharded, run.sharded
+        self.gradient_bytes, self.compute_bytes = run.gradient_bytes or run.trained_bytes, run.compute_bytes
         self.upcast_norms = self.eager and run.traits.unfused_norms and run.shape.traits.rms_norm
         self.gradients: dict[Name, Block] = {}
         self.state: list[Block] = []
@@ -299,11 +300,12 @@ class Steps:
     def weights(self, index: int, layers: list[Linear]) -> None:
         """Gradients of the weights of layers, or of their adapters."""
         run, memory = self.run, self.memory
+        casts, trains = run.layer_bytes > run.compute_bytes, run.trained.blocks
         for one in layers:
-            if run.layer_bytes > run.compute_bytes:  # the gradient of its output, cast, and that of its input
+            if casts:  # the gradient of its output, and that of its input
                 both = one.inputs, one.outputs
                 memory.give(*[memory.take(run.tokens * width * run.compute_bytes) for width in both])
-            if run.trained.blocks:
+            if trains:
                 self.add_gradient((index, one.name), one.parameters)
             if one.name in self.targets:
                 self.add_gradient((index, one.name, "A"), self.rank * one.inputs)
@@ -311,23 +313,22 @@ class Steps:
 
     def add_gradient(self, name: Name, size: float) -> None:
         """A new gradient; or one that is added to what is there."""
-        run, memory = self.run, self.memory
-        if run.sharded:  # reduced on another stream
-            memory.give(memory.take(size * run.compute_bytes))
+        memory, computed, itemsize = self.memory, self.compute_bytes, self.gradient_bytes
+        if self.sharded:  # reduced on another stream
+            memory.give(memory.take(size * computed))
             return
-        itemsize = run.gradient_bytes or run.trained_bytes
-        narrow = run.compute_bytes < itemsize
+        narrow = computed < itemsize
         if name in self.gradients:
-            parts = [] if narrow and name == ("embedding",) else [memory.take(size * min(run.compute_bytes, itemsize))]
+            parts = [] if narrow and name == ("embedding",) else [memory.take(size * min(computed, itemsize))]
             if narrow:
                 parts.append(memory.take(size * itemsize))
-            elif name == ("embedding",) and run.shape.tied:
+            elif name == ("embedding",) and self.run.shape.tied:
                 total = memory.take(size * itemsize)
                 memory.give(self.gradients[name])
                 self.gradients[name] = total
             memory.give(*parts)
             return
-        first = memory.take(size * run.compute_bytes) if narrow else None
+        first = memory.take(size * computed) if narrow else None
         self.gradients[name] = memory.take(size * itemsize)
         if first is not None:
             memory.give(first)
