@@ -265,11 +265,29 @@ def test_models_with_code_on_the_hub_are_counted_as_what_they_are_like(
     assert parameters(shape_from_settings(settings)) == counted(config)
 
 
-def test_an_encoder_decoder_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(AutoConfig.for_model("t5").to_dict()))
-    with pytest.raises(UserMistake, match="a t5 has an encoder and a decoder, and models of both are neither") as found:
+@pytest.mark.parametrize("model_type", ["t5", "bart", "whisper"])
+def test_an_encoder_decoder_is_refused_in_a_sentence(model_type: str, tmp_path: Path) -> None:
+    settings = AutoConfig.for_model(model_type).to_dict() | {"is_encoder_decoder": True}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserMistake, match=f"a {model_type} has an encoder and a decoder, and models of") as found:
         plan(f"model.from={tmp_path}")
     assert "\n" not in str(found.value)
+
+
+def test_a_config_json_instead_of_its_folder_is_answered_with_the_folder(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text("{}")
+    with pytest.raises(UserMistake) as found:
+        plan(f"model.from={file}")
+    assert str(found.value) == f"{file} is a file; model.from is the folder that it is in: model.from={tmp_path}"
+
+
+def test_an_unknown_name_is_answered_with_near_ones_and_not_with_all_of_them() -> None:
+    for key, says in (("from", "in the local Hugging Face cache"), ("shape", "No model shape is called")):
+        with pytest.raises(UserMistake, match=says) as found:
+            plan(f"model.{key}=llama4-8b")
+        assert "Did you mean llama3-8b" in str(found.value)
+        assert len(str(found.value)) < 400
 
 
 @pytest.mark.parametrize(("hub_id", "name"), HUB_IDS.items())

@@ -216,5 +216,5 @@ def find_shape(name: str) -> ModelShape:
     except KeyError:
         raise UserMistake(
             f"No model shape is called '{name}'.{suggestion(name, NAMED)} "
-            f"Explicit sizes work too; the names are {', '.join(NAMED)}."
+            "Explicit sizes work too; docs/models.md has the names."
         ) from None

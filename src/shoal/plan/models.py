@@ -76,14 +76,14 @@ def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json"
     settings = text_settings(settings)
     kind = _model_type(settings)
     settings = {**CONFIG_DEFAULTS.get(kind, {}), **settings}
-    if settings.get("is_encoder_decoder") and kind not in CAUSAL:
-        raise UserMistake(
-            f"{source}: a {kind} has an encoder and a decoder, and models of both are neither trained nor forecast; "
-            "use a decoder or an encoder, such as model.shape llama3.2-1b or bert-base."
-        )
+    has_both = bool(settings.get("is_encoder_decoder"))
+    if has_both and kind not in CAUSAL:
+        raise _encoder_decoder(source, kind)
     sizes: dict[str, int] = {}
     for name, spellings in _NAMES.items():
         key = next((each for each in spellings if settings.get(each) is not None), None)
+        if key is None and has_both:
+            raise _encoder_decoder(source, kind)
         if key is None:
             raise UserMistake(f"{source} has no {spellings[0]}, so the size of the model is unknown.")
         sizes[name] = _count(source, key, settings[key], 1, MOST_LAYERS if name == "layers" else MOST_IN_SIZE)
@@ -150,6 +150,13 @@ def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json"
         raise UserMistake(f"{source} does not state the sizes of a {kind} as integers.") from None
 
 
+def _encoder_decoder(source: str, kind: str) -> UserMistake:
+    return UserMistake(
+        f"{source}: a {kind} has an encoder and a decoder, and models of both are neither trained nor forecast; "
+        "use a decoder or an encoder, such as model.shape llama3.2-1b or bert-base."
+    )
+
+
 def _sliding_share(settings: Mapping[str, Any], layers: int) -> float:
     """The share of layers with the sliding window, if there is one: each layer has a type, or every n-th has none."""
     kinds, every = settings.get("layer_types"), settings.get("sliding_window_pattern")
@@ -208,9 +215,11 @@ def _from_name(name: str) -> ModelShape:
     known = name_of(name)
     if known is not None:
         return NAMED[known]
+    if (file := user_path(name, "model.from")).is_file():
+        raise UserMistake(f"{file} is a file; model.from is the folder that it is in: model.from={file.parent}")
     raise UserMistake(
         f"{name} is neither a folder with a config.json nor in the local Hugging Face cache, so its size is unknown."
-        f"{suggestion(plain(name), NAMED)} Use model.shape=NAME with one of {', '.join(NAMED)}."
+        f"{suggestion(plain(name), NAMED)} Use model.shape=NAME, of which docs/models.md has the names."
     )
 
 

@@ -86,6 +86,7 @@ def test_loops_by_hand_are_forecast(system: str) -> None:
     [
         ("huggingface@2023-13", (), "2023-13 is no month"),
         ("huggingface@", (), "nothing is no month"),
+        ("@2023-05", (), "--like @2023-05 names no system before its month"),
         ("hugingface@2023-09", (), "Did you mean huggingface?"),
         ("shoal@2023-09", (), "shoal is forecast as it is"),
         ("shoal", ("flash2=true",), "shoal is forecast as it is"),

@@ -96,6 +96,8 @@ def read_name(given: str) -> tuple[str, Month | None]:
     name, at, date = given.partition("@")
     if not at:
         return name, None
+    if not name:
+        raise UserMistake(f"--like {given} names no system before its month, as in huggingface@{date or '2023-09'}.")
     if re.fullmatch(r"20[0-9]{2}(-(0[1-9]|1[0-2]))?", date) is None:
         raise UserMistake(
             f"--like {given}: {date or 'nothing'} is no month. Write the year and the month of its libraries, as in "
