@@ -40,8 +40,9 @@ END = "<!-- end -->"
 MEASURED = (
     *("trainer_h200/trainer.jsonl", "trainer_h200/drawn.jsonl"),
     *(f"drawn_h200/{name}.jsonl" for name in ("sft", "loops", "unsloth")),
+    *(f"mixtures_h200/{name}.jsonl" for name in ("transformers5", "transformers4")),
 )
-DRAWN = {"trainer-h200-drawn", "sft-h200-drawn", "loops-h200-drawn", "unsloth-h200-drawn"}
+DRAWN = {f"{name}-h200-drawn" for name in ("trainer", "sft", "loops", "unsloth", "mixtures")}
 # Sets that are also told together, from the error of each figure in `first.json`.
 TOGETHER = {
     "the eighth and the ninth together": (

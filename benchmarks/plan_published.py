@@ -79,7 +79,7 @@ RECOMPUTE = {"none", "cheap", "selective", "full", "offload", "offload-all", "pa
 # Keys that say where a figure comes from, or that `_run` reads.
 OTHERS = {
     *("source", "system", "model", "gpu", "gpus", "per_node", "mesh", "sequence", "accum", "adapter", "network"),
-    *("link", "traits"),
+    *("link", "traits", "layers", "experts"),
     *("memory", "tokens_per_second_per_gpu", "unknown", "date"),
     *("not_counted", "memory_not_counted"),
 }
@@ -164,6 +164,7 @@ def read_row(line: dict[str, Any], models: dict[str, Any]) -> Published:
         unsaid.append(line["optimizer"])
     else:
         shape = NAMED[line["model"]] if line["model"] in NAMED else ModelShape(**models[line["model"]])
+        shape = replace(shape, layers=line.get("layers", shape.layers))
         run = _run(line, shape)
     value, unit, memory_kind = line.get("memory", (math.nan, "GiB", ""))
     mesh = " ".join(f"{axis}{degree}" for axis, degree in line["mesh"].items() if degree > 1)
@@ -230,6 +231,7 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
     if line.get("adapter") is not None:
         given = dict(line["adapter"])
         adapter = Adapter(given.pop("rank"), tuple(given.pop("targets")), **given)
+    traits = replace(traits, **line.get("traits", {}))
     settings = {
         key: tuple(value) if isinstance(value, list) else value  # a run is a key of a cache
         for key, value in line.items()

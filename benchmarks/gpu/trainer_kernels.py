@@ -2,10 +2,10 @@
 
     python benchmarks/gpu/trainer_kernels.py FILE [--only PATTERN ...] [--seconds 400]
 
-For runs of `drawn_runs.py` and `trainer_runs.py`. `step_ms`: of the whole step. `between_ms`: from the end of a
-backward pass to the next forward pass, on the device, that is the optimizer and what the host does meanwhile.
-`kernels`: milliseconds and launches per step of the 40 that take longest, by name, in steps under the profiler, which
-slows down the host and not the kernels; `busy_ms` is of all of them.
+For runs of `drawn_runs.py`, `trainer_runs.py` and `drawn_mixtures.py`. `step_ms`: of the whole step. `between_ms`: from
+the end of a backward pass to the next forward pass, on the device, that is the optimizer and what the host does
+meanwhile. `kernels`: milliseconds and launches per step of the 40 that take longest, by name, in steps under the
+profiler, which slows down the host and not the kernels; `busy_ms` is of all of them.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import drawn_mixtures
 import trainer_runs
 from drawn_runs import draw
 from trainer_runs import WARMUP, MeasuredTrainer, name
@@ -56,7 +57,8 @@ class ProfiledTrainer(MeasuredTrainer):
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
-    trainer_runs.measure(case, WARMUP + STEPS + PROFILED, case["model"])
+    train = drawn_mixtures.measure if "experts" in case else trainer_runs.measure
+    train(case, WARMUP + STEPS + PROFILED, case["model"])
     trainer = ProfiledTrainer.latest
     torch.cuda.synchronize()
     trainer.profile.stop()
@@ -92,7 +94,7 @@ def main() -> None:
     args = parser.parse_args()
     trainer_runs.MeasuredTrainer = ProfiledTrainer  # type: ignore[misc]
     began = time.monotonic()
-    for case in (*draw(36), *trainer_runs.cases()):
+    for case in (*draw(36), *trainer_runs.cases(), *drawn_mixtures.draw(18)):
         if not any(pattern in name(case) for pattern in args.only):
             continue
         if time.monotonic() - began > args.seconds:

@@ -104,7 +104,7 @@ def name(case: dict[str, Any]) -> str:
     kind = "full" if adapter is None else f"{'q' * ('quantize' in adapter)}lora-r{adapter['rank']}"
     if adapter is not None and adapter["targets"] != LINEAR:
         kind += f"-{len(adapter['targets'])}"
-    others = [case[key] for key in ("attention", "optimizer") if key in case]
+    others = [str(case[key]) for key in ("attention", "optimizer", "layers", "experts") if key in case]
     if case["recompute"] != "none":
         others.append("recompute")
     if case["compiled"]:
@@ -126,12 +126,14 @@ class RandomTokens(Dataset):
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
 
 
-def measure(case: dict[str, Any], steps: int, shape: Any) -> dict[str, Any]:
+def measure(
+    case: dict[str, Any], steps: int, shape: Any, make: Callable[[Task, torch.dtype, str], Any] = build
+) -> dict[str, Any]:
     adapter, length = case.get("adapter"), case["sequence"]
     with tempfile.TemporaryDirectory() as folder:
         task = Task("hf_trainer", shape, length, case["micro_batch"], steps, "", time.time(), folder=folder)
         dtype = torch.float32 if case["precision"] == "bf16-mixed" else torch.bfloat16
-        model = build(task, dtype, "eager" if case.get("attention") == "scores" else "sdpa")
+        model = make(task, dtype, "eager" if case.get("attention") == "scores" else "sdpa")
         if adapter is not None:
             if "quantize" in adapter:
                 quantize(model)

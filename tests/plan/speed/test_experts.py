@@ -1,9 +1,10 @@
-"""The matmuls of a mixture of experts, as they were measured on an H200."""
+"""The experts of a mixture: their matmuls and whole steps, as they were measured on an H200."""
 
 import json
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,9 +12,11 @@ from shoal import api
 from shoal.catalogue.model_shape import ModelShape, experts
 from shoal.plan.run.blocks import Linear
 from shoal.plan.run.run import Run
+from shoal.plan.speed.forecast import forecast_speed
 from shoal.plan.speed.linear import linear_seconds
 
-MEASURED = Path(__file__).parents[3] / "benchmarks" / "gpu" / "grouped_matmuls_h200" / "grouped_matmuls.json"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+MEASURED = BENCHMARKS / "gpu" / "grouped_matmuls_h200" / "grouped_matmuls.json"
 PLAN = {
     "data": {"max_length": 4096},
     "train": {"steps": 10, "global_batch": 1, "micro_batch": 1, "precision": "bf16-true"},
@@ -22,9 +25,53 @@ PLAN = {
 }
 
 
-def run_of(name: str) -> Run:
+def run_of(name: str, system: str = "shoal", **train: Any) -> Run:
     """A run of a named shape on one H200."""
-    return api.plan({**PLAN, "model": {"shape": name, "tokenizer": "bytes"}}).choice.run
+    config = {**PLAN, "model": {"shape": name, "tokenizer": "bytes"}, "train": {**PLAN["train"], **train}}
+    return api.plan(config, system=system).choice.run
+
+
+def seconds(system: str, **train: Any) -> float:
+    """Of a step of four blocks of Qwen3-30B-A3B."""
+    run = run_of("qwen3-30b-a3b", system, **train)
+    return forecast_speed(run.with_(shape=replace(run.shape, layers=4))).step_seconds
+
+
+@pytest.mark.parametrize(("version", "limits"), [(5, {"full": 0.13, "LoRA": 0.1}), (4, {"full": 0.25, "LoRA": 0.4})])
+def test_steps_of_transformers_mixtures_take_as_long_as_measured(
+    version: int, limits: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drawn at random, with grouped matmuls, and with experts one after the other: benchmarks/gpu/drawn_mixtures.py."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import plan_published as published
+
+    rows = published.read_measured(BENCHMARKS / "gpu" / "mixtures_h200" / f"transformers{version}.jsonl")
+    speeds = [one for one in published.compare(rows) if one.what == "speed"]
+    assert len(speeds) == 16
+    for one in speeds:
+        assert abs(one.error) < limits[one.row.kind], one.row.label
+    assert statistics.median(abs(one.error) for one in speeds) < 0.1
+
+
+def test_until_transformers_5_the_host_launched_every_expert() -> None:
+    """Blocks with 128 experts take 0.9 ms each, however few tokens they have."""
+    narrow = {"precision": "bf16-true", "recompute": "none"}
+    before, since = seconds("huggingface@2025-12", **narrow), seconds("huggingface@2026-03", **narrow)
+    assert before > 4 * 128 * 0.9e-3 > 4 * since
+    # More tokens of the same experts hide behind their host.
+    assert seconds("huggingface@2025-12", **narrow, global_batch=2, micro_batch=2) < 1.2 * before
+
+
+def test_under_autocast_grouped_matmuls_are_in_the_dtype_of_the_weights() -> None:
+    wide = seconds("huggingface", precision="bf16-mixed", recompute="none")
+    assert wide > 1.5 * seconds("huggingface", precision="bf16-true", recompute="none")
+
+
+def test_from_april_to_september_2026_rows_of_other_ranks_were_filled_with_zeros() -> None:
+    narrow = {"precision": "bf16-true", "recompute": "none"}
+    *filled, today = (seconds(f"huggingface@2026-{month}", **narrow) for month in ("04", "09", "11"))
+    assert seconds("huggingface@2026-03", **narrow) == pytest.approx(today)
+    assert today < filled[0] < filled[1] < 1.1 * today
 
 
 def test_grouped_matmuls_are_as_fast_as_measured() -> None:

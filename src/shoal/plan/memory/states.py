@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.shapes import block_vectors
-from shoal.plan.run.blocks import Linear, expert_parameters, linears
+from shoal.plan.run.blocks import MLP, Linear, expert_parameters, linears
 from shoal.plan.run.layout import Counts, Rank, count
 from shoal.plan.run.run import Adapter, Run
 from shoal.plan.terms import Term, group, leaf
@@ -222,10 +222,15 @@ def replicated_scales(run: Run, rank: Rank) -> float:
 
 def _frozen_matrices(run: Run, rank: Rank) -> float:
     """Elements of the matrices of blocks that are stored as the adapter's base is."""
-    block = sum(one.parameters for one in linears(run.shape))
-    if run.traits.quantizes_experts:
-        block += expert_parameters(run.shape)
-    return block / run.mesh.tp * rank.blocks
+    return quantized_parameters(run) / run.mesh.tp * rank.blocks
+
+
+def quantized_parameters(run: Run) -> float:
+    """Elements of the matrices of a block that are linear layers, so that they can be quantized."""
+    matrices = linears(run.shape)
+    if run.shape.experts and not run.traits.quantizes_experts:
+        return sum(one.parameters for one in matrices if one.reads not in MLP)
+    return sum(one.parameters for one in matrices) + expert_parameters(run.shape)
 
 
 def has_quantized_head(run: Run) -> bool:

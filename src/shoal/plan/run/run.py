@@ -76,6 +76,12 @@ class Run(Settings):
         return 4 if wide or self.widens_norms else self.compute_bytes
 
     @property
+    def expert_bytes(self) -> int:
+        """Bytes per element of what the experts of a mixture compute with."""
+        wide = self.traits.wide_experts and self.traits.experts == "grouped" and self.casts_weights
+        return self.weight_bytes if wide else self.compute_bytes
+
+    @property
     def widens_norms(self) -> bool:
         """Whether blocks compute in fp32 because of autocast: it computes layer_norm, unlike an RMSNorm that is written
         out, in fp32, and a quantized layer returns the dtype of its input."""

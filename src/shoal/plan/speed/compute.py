@@ -13,12 +13,14 @@ from shoal.plan.memory.head import (
     logit_columns,
     overwrites_logits,
 )
+from shoal.plan.memory.states import quantized_parameters
 from shoal.plan.run.blocks import biased_outputs, linears
 from shoal.plan.run.run import Run
 from shoal.plan.speed import eager
 from shoal.plan.speed.adapters import adapter_seconds, dequantization_seconds
 from shoal.plan.speed.attention import attention_seconds
 from shoal.plan.speed.cache import cached_seconds
+from shoal.plan.speed.experts import routed_kernels
 from shoal.plan.speed.kernels import Seconds, bandwidth, eager_bandwidth, matmul_seconds, streamed_bandwidth
 from shoal.plan.speed.linear import linear_seconds
 from shoal.plan.speed.packed import packed_linears, summed_gradients
@@ -163,7 +165,7 @@ def _adapters(run: Run) -> Seconds:
         return Seconds(0.0, 0.0)
     forward, backward = adapter_seconds(run, run.adapter)
     if run.adapter.quantize is not None:
-        elements = sum(one.parameters for one in packed_linears(run)) / run.mesh.tp
+        elements = quantized_parameters(run) / run.mesh.tp
         ahead, back = dequantization_seconds(run, run.adapter, elements)
         forward, backward = forward + ahead, backward + back
     return Seconds(forward, backward)
@@ -174,12 +176,17 @@ def _elementwise(run: Run) -> Seconds:
     found = _compiled_kernels(run) if run.compiled else eager.block_seconds(run)
     shape, itemsize = run.shape, run.compute_bytes
     rate = bandwidth(run) if run.compiled else eager_bandwidth(run)
-    # Each expert's inputs are gathered, its outputs weighted, and summed.
-    per_token: float = ROUTED_PASSES * shape.routed * shape.hidden
+    per_token, ahead, behind = 0.0, 0.0, 0.0
+    if run.compiled:
+        # Each expert's inputs are gathered, its outputs weighted, and summed.
+        per_token = ROUTED_PASSES * shape.routed * shape.hidden
+    else:
+        ahead, behind = (eager.kernel_seconds(run, kernels, run.tokens) for kernels in routed_kernels(run))
     if run.dropout:
         per_token += 6 * shape.hidden * run.residual_bytes / itemsize * run.stream_tokens / run.tokens
     others, gelu = run.tokens * per_token * itemsize / rate, _written_out_gelu(run)
-    return Seconds(found.forward + others + gelu.forward, found.backward + TRAFFIC_BACKWARD * others + gelu.backward)
+    forward = found.forward + ahead + others + gelu.forward
+    return Seconds(forward, found.backward + behind + TRAFFIC_BACKWARD * others + gelu.backward)
 
 
 def _compiled_kernels(run: Run) -> Seconds:

@@ -222,6 +222,11 @@ def _feed_forward(run: Run) -> tuple[list[Kernel], list[Kernel]]:
     if run.fuses_activation and run.shape.traits.gated:
         return [Kernel(inner, 3 * itemsize, fused=True)], [Kernel(inner, 5 * itemsize, fused=True)]
     one, product = [Kernel(inner, 2 * itemsize)], [Kernel(inner, 3 * itemsize)]
+    if run.shape.experts and run.traits.experts != "modules":
+        # Both factors are halves of one tensor, whose rows are not next to each other.
+        itemsize = run.expert_bytes
+        halves = Kernel(inner, 3 * itemsize, unrolled=True)
+        return [Kernel(inner, 2 * itemsize, unrolled=True), halves], [halves, halves, Kernel(inner, 3 * itemsize)]
     return (one + product, 3 * product) if run.shape.traits.gated else (one, product)
 
 

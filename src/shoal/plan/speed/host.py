@@ -3,6 +3,7 @@
 from shoal.plan.memory.states import adapted
 from shoal.plan.run.blocks import Linear, linears
 from shoal.plan.run.run import Run
+from shoal.plan.speed.experts import experts_host, experts_waiting, times_run
 from shoal.plan.speed.launched import LLAMA_OPERATIONS, block_operations
 
 # Host time to launch the kernels of a block, forward and backward; a faster device waits for its host. Eager that of a
@@ -88,18 +89,18 @@ def host_seconds(run: Run, blocks: int) -> float:
 
 
 def launch_gaps(run: Run, blocks: int) -> float:
-    """Seconds that the device is idle between the eager kernels of a micro-batch."""
+    """Seconds that the device is idle between the eager kernels of a micro-batch, and where the host has waited."""
     if run.compiled or run.gpu.is_cpu:
         return 0.0
     kernels = block_operations(run)
     if run.adapter is not None:
-        kernels += sum(_adapter_launches(run, one)[1] for one in adapted(run))
+        kernels += sum(times_run(run, one) * _adapter_launches(run, one)[1] for one in adapted(run))
         kernels += DORA_KERNELS * len(adapted(run)) * (run.adapter.dora and run.traits.peft)
     if run.casts_weights:
         kernels *= AUTOCAST_HOST
     # A forward pass has a third of the kernels of both.
     again = (run.repeated_share + run.reference_pass) / 3
-    return GAP * kernels * (1 + again) * blocks
+    return (GAP * kernels * (1 + again) + experts_waiting(run)) * blocks
 
 
 def _launching(run: Run, blocks: int) -> float:
@@ -114,13 +115,13 @@ def _launching(run: Run, blocks: int) -> float:
     if not run.compiled:
         block *= _relative_operations(run)
     if run.adapter is not None:
-        block += sum(_adapter_launches(run, one)[0] for one in adapted(run))
+        block += sum(times_run(run, one) * _adapter_launches(run, one)[0] for one in adapted(run))
         if run.adapter.dora and run.traits.peft:
             block += DORA_HOST * len(adapted(run))
         if run.adapter.quantize is not None:
             bare = run.adapter.quantize != "gptq" and run.layer_bytes == run.compute_bytes
             each = DEQUANTIZED_HOST if bare else QUANTIZED_HOST
-            block += each * len(linears(run.shape, joined=run.traits.fused_qkv))
+            block += each * sum(times_run(run, one) for one in linears(run.shape, joined=run.traits.fused_qkv))
     if run.casts_weights:
         block *= AUTOCAST_HOST
     if run.traits.dtensors and run.mesh.tp > 1:
@@ -130,7 +131,7 @@ def _launching(run: Run, blocks: int) -> float:
         # Hooks take as long in blocks with fewer operations: 2.0 ms of GPT-2's and GPT-NeoX's (the same file).
         again = HOOKED_HOST * max(block, EAGER_BLOCK_HOST)
     launched = block + again * run.repeated_share + FORWARD_HOST * block * run.reference_pass
-    return (launched + _module_hooks(run) + _unit_hooks(run)) * blocks
+    return (launched + experts_host(run) + _module_hooks(run) + _unit_hooks(run)) * blocks
 
 
 def _has_engine(run: Run) -> bool:

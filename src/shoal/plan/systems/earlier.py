@@ -41,6 +41,10 @@ TITAN_GROUPED: Month = (2026, 2)
 FUSED_RMS_NORM: Month = (2025, 8)
 # transformers 5 is the first version whose activation checkpointing is not reentrant by default.
 NOT_REENTRANT: Month = (2025, 12)
+# The same version computes experts by grouped matmuls; they were modules. From 5.5 on, and more from 5.17 on, until
+# 5.18 it filled with zeros what it computes for experts that other ranks have (transformers/integrations/moe.py).
+GROUPED_EXPERTS: Month = (2026, 2)
+MASKED_EXPERTS: tuple[tuple[Month, int], ...] = (((2026, 10), 0), ((2026, 9), 3), ((2026, 4), 2))
 # transformers 4.46: until then a model replaced its logits by an fp32 copy, and copied that without the last token;
 # from then on until version 5 it held the 16-bit ones beside it.
 HELD_LOGITS: Month = (2024, 11)
@@ -139,6 +143,9 @@ def models_of(model_type: str, date: Month) -> dict[str, Any]:
         "mask_buffers": date < MASK_BUFFERS.get(model_type, (0, 0)),
         "wide_rotary": date < WIDE_ROTARY,
         "eager_attention": "always" if date < SDPA.get(model_type, (0, 0)) else "types",
+        "experts": "grouped" if date >= GROUPED_EXPERTS else "modules",
+        "quantizes_experts": date < GROUPED_EXPERTS,
+        "masked_experts": next((fills for since, fills in MASKED_EXPERTS if date >= since), 0),
     }
 
 

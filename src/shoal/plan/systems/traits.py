@@ -136,6 +136,14 @@ class SystemTraits:
     # Quantized matrices are dequantized to fp16 and then cast to bf16: two copies at a time (bitsandbytes before 0.43,
     # Params4bit.cuda in bitsandbytes/nn/modules.py).
     dequantizes_in_half: bool = False
+    # The experts of a mixture are computed by grouped matmuls; or they are modules that run one after the other, or
+    # slices of one tensor that do.
+    experts: Literal["grouped", "modules", "slices"] = "grouped"
+    # Grouped matmuls are in the dtype of the weights under autocast too, which does not know of them.
+    wide_experts: bool = False
+    # What the experts read and return is filled with zeros where it is of other ranks' experts, also if there are none:
+    # 2, and 3 where what is between their layers is filled too.
+    masked_experts: int = 0
     # Each expert has linear layers of its own, which are quantized too; else all experts are one tensor, which is not.
     quantizes_experts: bool = False
     # The scales of 4-bit blocks are no parameters, so that every rank keeps all of them on its device (bitsandbytes'
