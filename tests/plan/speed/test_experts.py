@@ -62,6 +62,13 @@ def test_until_transformers_5_the_host_launched_every_expert() -> None:
     assert seconds("huggingface@2025-12", **narrow, global_batch=2, micro_batch=2) < 1.2 * before
 
 
+def test_an_adapter_on_experts_that_are_modules_is_one_for_each_of_them() -> None:
+    config = {**PLAN, "model": {"shape": "qwen3-30b-a3b", "tokenizer": "bytes"}}
+    config["adapter"] = {"kind": "lora", "rank": 8, "targets": ["down_proj"]}
+    found = api.plan(config, system="axolotl@2025-09").as_dict()["memory"]["terms"]["weights"]["adapters"]
+    assert found * 2**30 == pytest.approx(48 * 128 * 8 * (768 + 2048) * 4, rel=1e-3)
+
+
 def test_under_autocast_grouped_matmuls_are_in_the_dtype_of_the_weights() -> None:
     wide = seconds("huggingface", precision="bf16-mixed", recompute="none")
     assert wide > 1.5 * seconds("huggingface", precision="bf16-true", recompute="none")

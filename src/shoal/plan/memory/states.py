@@ -46,7 +46,12 @@ def adapter_parameters(run: Run, blocks: int) -> float:
     for one in adapted(run):
         # Tensor parallelism shards the low-rank matrix on the sharded side of the layer.
         inputs, outputs = one.local_sizes(run.mesh.tp)
-        found += adapter.rank * (inputs + outputs) + (outputs if adapter.dora else 0)
+        times = 1
+        if one.reads in MLP and run.shape.experts and run.traits.quantizes_experts:
+            # One for each expert, in place of one for all of a token's.
+            times, routed = run.shape.experts, run.shape.routed
+            inputs, outputs = (inputs / routed, outputs) if one.row else (inputs, outputs / routed)
+        found += times * (adapter.rank * (inputs + outputs) + (outputs if adapter.dora else 0))
     return found * blocks
 
 

@@ -60,7 +60,8 @@ def visited(run: Run) -> float:
 
 def times_run(run: Run, one: Linear) -> float:
     """How many layers of this name a micro-batch passes in a block: one for each expert that runs on its own."""
-    return visited(run) if runs_one_by_one(run) and one.reads in MLP else 1.0
+    modules = run.traits.experts == "modules" and not run.compiled
+    return visited(run) if run.shape.experts and modules and one.reads in MLP else 1.0
 
 
 def routed_kernels(run: Run) -> tuple[list[Kernel], list[Kernel]]:
