@@ -65,6 +65,8 @@ MULTIPROCESSORS: dict[str, int] = {
     "h800-80gb": 132,
     "h100-96gb": 132,
     "h100-pcie": 114,
+    "h100-nvl": 132,
+    "h200-nvl": 132,
     "h200": 132,
     "h20": 78,
     "gh200": 132,

@@ -153,6 +153,10 @@ GPUS: dict[str, Gpu] = {
         # Limited to 500 W: the peak is the SXM part's, but the clocks cannot sustain it, so expect a lower share.
         Gpu("h100-96gb", 95.0, 2.4e12, 989e12, 989e12, 67e12, 1979e12, (9, 0), "nvlink4"),
         Gpu("h200", 139.80, 4.8e12, 989e12, 989e12, 67e12, 1979e12, (9, 0), "nvlink4"),
+        # Cards of 400 and 600 W, with half of their sparse peaks, 1,671 and 3,341 TFLOP/s. Bridges between them
+        # are bought apart: `hardware.link` is nvlink3 with those of H100, nvlink4 with those of H200.
+        Gpu("h100-nvl", 93.00, 3.9e12, 835e12, 835e12, 60e12, 1671e12, (9, 0), "pcie5"),
+        Gpu("h200-nvl", 139.80, 4.8e12, 835e12, 835e12, 60e12, 1671e12, (9, 0), "pcie5"),
         # A Hopper with 78 multiprocessors at a quarter of their matmul rate, and all of its memory and NVLink.
         Gpu("h20", 95.00, 4.0e12, 148e12, 148e12, 44e12, 296e12, (9, 0), "nvlink4"),
         # With 96 GB of HBM3. The second one is in nodes of four, as in Alps and JUPITER, which leave it less power.
@@ -177,7 +181,7 @@ GPUS: dict[str, Gpu] = {
     )
 }
 
-# Names that drivers print, without the vendor. Full matches only: a laptop part, a MIG slice, an NVL or a Ti is a
+# Names that drivers print, without the vendor. Full matches only: a laptop part, a MIG slice or a Ti is a
 # different device, and no match is better than a wrong one.
 _PRINTED: tuple[tuple[str, str], ...] = (
     (r"t4", "t4"),
@@ -221,6 +225,7 @@ _PRINTED: tuple[tuple[str, str], ...] = (
     (r"a100-(sxm4|pcie)-80gb|a100 80gb pcie", "a100-80gb"),
     (r"h100 80gb hbm3|h100 sxm5", "h100-80gb"),
     (r"h100 pcie|h100-pcie-80gb", "h100-pcie"),
+    (r"(h100|h200) nvl", r"\1-nvl"),
     (r"h100 96gb hbm2e?|h100-96gb-500w", "h100-96gb"),
     (r"h200|h200 141gb hbm3e", "h200"),
     (r"b200", "b200"),
