@@ -62,6 +62,13 @@ def test_until_transformers_5_the_host_launched_every_expert() -> None:
     assert seconds("huggingface@2025-12", **narrow, global_batch=2, micro_batch=2) < 1.2 * before
 
 
+def test_a_model_with_fewer_experts_than_a_token_may_reach_has_a_forecast() -> None:
+    """A Jamba with a single expert, of which its config asks for two."""
+    run = run_of("qwen3-30b-a3b")
+    lonely = run.with_(shape=replace(run.shape, experts=1, routed=2, layers=2))
+    assert forecast_speed(lonely).step_seconds > 0
+
+
 def test_an_adapter_on_experts_that_are_modules_is_one_for_each_of_them() -> None:
     config = {**PLAN, "model": {"shape": "qwen3-30b-a3b", "tokenizer": "bytes"}}
     config["adapter"] = {"kind": "lora", "rank": 8, "targets": ["down_proj"]}

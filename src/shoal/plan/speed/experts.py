@@ -55,7 +55,9 @@ def runs_one_by_one(run: Run) -> bool:
 def visited(run: Run) -> float:
     """Experts of a block that the tokens of a micro-batch reach, if all are as likely."""
     shape = run.shape
-    return shape.experts * (1 - (1 - shape.routed / shape.experts) ** run.tokens) if shape.experts else 0.0
+    if shape.routed >= shape.experts:
+        return float(shape.experts)
+    return shape.experts * (1 - (1 - shape.routed / shape.experts) ** run.tokens)
 
 
 def times_run(run: Run, one: Linear) -> float:
