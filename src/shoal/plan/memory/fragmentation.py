@@ -11,8 +11,10 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
+from shoal.catalogue.optimizers import find_optimizer
 from shoal.plan.memory.replay import Steps
-from shoal.plan.memory.segments import Allocator
+from shoal.plan.memory.segments import Allocator, left_beside
+from shoal.plan.run.blocks import MLP, linears
 from shoal.plan.run.run import Run
 
 STEPS = 2
@@ -33,7 +35,24 @@ def is_replayed(run: Run) -> bool:
 def fragmented(run: Run, limit: float = math.inf) -> float:
     """Bytes that are reserved beyond the peak of what is allocated, on a device with `limit` bytes."""
     memory = replay(run, [run.length] * STEPS, limit)
-    return float(memory.reserved - memory.peak)
+    return memory.reserved - memory.peak + _beside_experts(run)
+
+
+def _beside_experts(run: Run) -> float:
+    """What the matrices of experts leave of their segments, where each is a tensor of its own: with their gradients and
+    state they are many of the same size, and the replay has only those that a token passes."""
+    shape, quantized = run.shape, run.adapter is not None and run.adapter.quantize is not None
+    if not shape.experts or run.traits.experts != "modules" or run.sharded or quantized:
+        return 0.0
+    if run.adapter is None:
+        optimizer = find_optimizer(run.optimizer)
+        count = max(1, optimizer.state_tensors)
+        states = [optimizer.bytes_per_parameter(run.trained_bytes) / count] * count
+        widths = [run.weight_bytes, run.gradient_bytes or run.trained_bytes, *states]
+    else:
+        widths = [run.frozen_bytes]
+    sizes = [one.parameters / shape.routed for one in linears(shape) if one.reads in MLP]
+    return shape.layers * shape.experts * sum(left_beside(size * width) for size in sizes for width in widths)
 
 
 def replay(run: Run, lengths: Sequence[int], limit: float = math.inf) -> Allocator:

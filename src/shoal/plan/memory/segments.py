@@ -106,3 +106,12 @@ class Allocator:
         block.after = following.after
         if block.after is not None:
             block.after.before = block
+
+
+def left_beside(size: float) -> float:
+    """Bytes of a segment that each of many tensors of `size` bytes leaves unused."""
+    if size <= MIB:
+        return 0.0
+    if size < 10 * MIB:
+        return 20 * MIB / (20 * MIB // size) - size
+    return -(-size // (2 * MIB)) * 2 * MIB - size
