@@ -54,7 +54,7 @@ def test_steps_of_transformers_mixtures_take_as_long_as_measured(
     assert statistics.median(abs(one.error) for one in speeds) < 0.1
     # Many tensors of the same size do not fill their segments.
     reserved = [abs(one.error) for one in figures if one.what == "memory"]
-    assert max(reserved) < 0.13
+    assert max(reserved) < 0.17
     assert statistics.median(reserved) < 0.05
 
 
