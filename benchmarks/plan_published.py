@@ -192,7 +192,8 @@ def read_row(line: dict[str, Any], models: dict[str, Any]) -> Published:
 
 def _impossible(run: Run, line: dict[str, Any]) -> str:
     """A sentence if the published speed is more than the device's peak: then something else than stated was run."""
-    blocks, head = run.shape.layers * block_matrices(run.shape), run.shape.vocab * run.shape.hidden
+    blocks = run.shape.layers * block_matrices(run.shape)
+    head = run.shape.vocab * run.shape.hidden * run.head_share
     needed = 4 * (blocks + head) + 2 * (blocks + head) * (run.adapter is None)
     needed += 2 * blocks * (run.recompute == "full")
     peak = run.gpu.fp8 if run.precision == "fp8" else run.peak

@@ -35,6 +35,7 @@ WARMUP, STEPS = 4, 12
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA = {"rank": 16, "targets": LINEAR}
 QLORA = {**LORA, "quantize": "nf4", "double_quantized": True, "upcasts": True}
+INT8 = {**LORA, "quantize": "int8", "upcasts": True}
 QV = {"rank": 8, "targets": ["q_proj", "v_proj"]}
 # As the Trainer names them; the first is its default.
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw8bit": "adamw_bnb_8bit", "adafactor": "adafactor"}
@@ -77,6 +78,10 @@ def cases() -> Iterator[dict[str, Any]]:
     yield row("llama3.1-8b", 4, 1024, narrow, adapter=QLORA, recompute="full")
     yield row("llama3.1-8b", 1, 2048, narrow, adapter=QLORA)
     yield row("qwen2.5-7b", 8, 512, narrow, adapter=QLORA, recompute="full")
+    yield row("llama3.1-8b", 2, 2048, narrow, adapter=INT8, recompute="full")
+    yield row("llama3.1-8b", 1, 512, narrow, adapter=INT8, recompute="full")
+    yield row("mistral-7b", 4, 1024, narrow, adapter={**INT8, **QV})
+    yield row("qwen2.5-7b", 8, 512, narrow, adapter=INT8, recompute="full")
 
 
 def row(model: str, micro_batch: int, sequence: int, precision: str, **others: Any) -> dict[str, Any]:
@@ -101,7 +106,10 @@ def row(model: str, micro_batch: int, sequence: int, precision: str, **others: A
 
 def name(case: dict[str, Any]) -> str:
     adapter = case.get("adapter")
-    kind = "full" if adapter is None else f"{'q' * ('quantize' in adapter)}lora-r{adapter['rank']}"
+    kind = "full"
+    if adapter is not None:
+        base = {None: "", "nf4": "q", "int8": "int8-"}[adapter.get("quantize")]
+        kind = f"{base}lora-r{adapter['rank']}"
     if adapter is not None and adapter["targets"] != LINEAR:
         kind += f"-{len(adapter['targets'])}"
     others = [str(case[key]) for key in ("attention", "optimizer", "layers", "experts") if key in case]
@@ -136,8 +144,7 @@ def measure(
         model = make(task, dtype, "eager" if case.get("attention") == "scores" else "sdpa")
         if adapter is not None:
             if "quantize" in adapter:
-                quantize(model)
-                model.is_loaded_in_4bit = True
+                quantize(model, adapter["quantize"])
                 checkpointing = case["recompute"] == "full"
                 model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=checkpointing)
             rank, targets = adapter["rank"], adapter["targets"]

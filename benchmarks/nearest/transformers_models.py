@@ -46,7 +46,12 @@ TRANSFORMERS: dict[str, SystemTraits] = {
     # The same with bitsandbytes 0.43.0 or 0.43.1 (March to July 2024), and with an earlier one.
     "huggingface-2024-03": replace(EARLIER, logit_bytes=12.0, shifts_logits=True, quantized_keep_inputs=True),
     "huggingface-2023": replace(
-        EARLIER, logit_bytes=12.0, shifts_logits=True, quantized_keep_inputs=True, dequantizes_in_half=True
+        EARLIER,
+        logit_bytes=12.0,
+        shifts_logits=True,
+        quantized_keep_inputs=True,
+        dequantizes_in_half=True,
+        int8_layouts=True,
     ),
     # Of 2023 with fp16 weights, which were dequantized to fp16, and no autocast; PEFT then kept the adapters of weights
     # that are not quantized in their dtype.
@@ -138,7 +143,7 @@ TRANSFORMERS: dict[str, SystemTraits] = {
     # A loop around transformers' models without autocast: logits, their copy without the last token and the
     # log-softmax are in the dtype of the head, which PEFT upcasts with quantized blocks.
     "transformers-loop": replace(LOOP, logit_bytes=6.0, narrow_loss=True),
-    "transformers-loop-wide": replace(LOOP, logit_bytes=10.0),
+    "transformers-loop-wide": replace(LOOP, logit_bytes=10.0, int8_layouts=True),
     # The same around the loss of transformers 5's own models.
     "transformers-5-loop": replace(LOOP, logit_bytes=14.0, reentrant=False, holds_outputs="step"),
     # transformers' models under FSDP2, adapters of its own in the dtype of the layer (components/_peft/lora.py).

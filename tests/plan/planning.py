@@ -1,5 +1,6 @@
 """Helpers of the forecast tests: a plan from overrides, and a `Run` with explicit settings."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from shoal import api
@@ -12,9 +13,9 @@ from shoal.plan.run.run import Run
 EIGHT_H100 = ("hardware.gpu=h100-80gb", "hardware.devices=8")
 
 
-def plan(*overrides: str, system: str = "shoal") -> Plan:
+def plan(*overrides: str, system: str = "shoal", traits: Sequence[str] = ()) -> Plan:
     """As `shoal plan OVERRIDES`."""
-    return api.plan(api.load_config(None, overrides, planned=True), system=system)
+    return api.plan(api.load_config(None, overrides, planned=True), system=system, traits=traits)
 
 
 def reserved(*overrides: str) -> float:

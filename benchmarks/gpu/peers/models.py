@@ -13,6 +13,10 @@ from shoal.models.anatomy import read_anatomy
 from shoal.models.families import transformers_config
 from shoal.models.weights import Weights, materialize
 
+# int8 layers multiply channels beyond their threshold of 6 in 16 bits. Models of 6.7 billion parameters and more have a
+# few of these in all layers (Dettmers et al. 2022, LLM.int8()).
+LARGE_CHANNELS, LARGE = 6, 20.0
+
 
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -59,28 +63,52 @@ def add_adapter(model: Any) -> Any:
     )
 
 
-def quantize(model: Any) -> None:
-    """The blocks' linear layers to bitsandbytes NF4, double quantized, as BitsAndBytesConfig would load them."""
-    import bitsandbytes
-
+def quantize(model: Any, kind: str = "nf4") -> None:
+    """The blocks' linear layers to bitsandbytes NF4, double quantized, or to int8, as BitsAndBytesConfig would load
+    them."""
     for block in model.model.layers:
         for name, layer in [found for found in block.named_modules() if isinstance(found[1], nn.Linear)]:
-            small = bitsandbytes.nn.Linear4bit(
-                layer.in_features,
-                layer.out_features,
-                bias=layer.bias is not None,
-                compute_dtype=torch.bfloat16,
-                compress_statistics=True,
-                quant_type="nf4",
-                device="meta",
-            )
-            small.weight = bitsandbytes.nn.Params4bit(
-                layer.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4"
-            )
+            small = _in_four_bits(layer) if kind == "nf4" else _in_eight_bits(layer)
             small.bias = layer.bias
             block.set_submodule(name, small.to(device()))
+        if kind == "int8":
+            for norm in (block.input_layernorm, block.post_attention_layernorm):
+                norm.weight.data[:LARGE_CHANNELS] = LARGE
     # peft chooses its layer for quantized weights by this attribute.
-    model.is_loaded_in_4bit = True
+    setattr(model, "is_loaded_in_4bit" if kind == "nf4" else "is_loaded_in_8bit", True)
+
+
+def _in_four_bits(layer: nn.Linear) -> Any:
+    import bitsandbytes
+
+    small = bitsandbytes.nn.Linear4bit(
+        layer.in_features,
+        layer.out_features,
+        bias=layer.bias is not None,
+        compute_dtype=torch.bfloat16,
+        quant_type="nf4",
+        device="meta",
+    )
+    small.weight = bitsandbytes.nn.Params4bit(
+        layer.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True
+    )
+    return small
+
+
+def _in_eight_bits(layer: nn.Linear) -> Any:
+    import bitsandbytes
+
+    small = bitsandbytes.nn.Linear8bitLt(
+        layer.in_features,
+        layer.out_features,
+        bias=layer.bias is not None,
+        has_fp16_weights=False,
+        threshold=6.0,
+        device="meta",
+    )
+    # It is quantized when it comes to the device, which it is on already.
+    small.weight = bitsandbytes.nn.Int8Params(layer.weight.data.cpu(), requires_grad=False)
+    return small
 
 
 def decay_groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:

@@ -109,7 +109,7 @@ def make_run(
         trained=_trained(config, shape),
         gradient_bytes=2 if small else 0,
         async_checkpoint=config.checkpoint.async_,
-        varied_lengths=traits != OURS and not packs(config),
+        varied_lengths=traits != OURS and not (packs(config) or traits.pads_to_length),
         traits=traits,
     )
 

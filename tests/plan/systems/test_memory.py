@@ -1,6 +1,7 @@
 """Memory of other systems' code: terms that their sources state, checked against arithmetic by hand."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -252,13 +253,15 @@ def test_shorter_sequences_leave_blocks_that_stay_reserved_until_the_device_is_f
         *("train.loss_impl=plain", "train.recompute=full"),
     ]
 
-    def reserved(*more: str, gpu: str = "h200", system: str = "huggingface") -> float:
-        found = plan(*settings, f"hardware.gpu={gpu}", *more, system=system).as_dict()["memory"]
+    def reserved(*more: str, gpu: str = "h200", system: str = "huggingface", traits: Sequence[str] = ()) -> float:
+        found = plan(*settings, f"hardware.gpu={gpu}", *more, system=system, traits=traits).as_dict()["memory"]
         return float(found["reserved_gib"])
 
     packed, padded = reserved("data.pack=true"), reserved("data.pack=false")
     assert padded - packed > 0.65 * 12 * 8192 * 128_256 / GIB
     assert reserved("data.pack=false", gpu="a100-40gb") < 39.5
+    # Sequences of one length leave the same blocks.
+    assert reserved("data.pack=false", traits=("pads_to_length=true",)) == packed
     # Expandable segments grow instead.
     assert reserved("data.pack=false", system="shoal") == reserved("data.pack=true", system="shoal")
 

@@ -115,15 +115,16 @@ def _inputs(run: Run, tokens: float) -> list[Term]:
 
 
 def _peft_inputs(run: Run, tokens: float) -> Term:
-    """PEFT casts an input for each adapted layer on its own, unless adapters have its dtype; and 4-bit matmuls may save
-    theirs, which all of them share unless each one casts it from fp32. The MLP's last input is with the MLP."""
+    """PEFT casts an input for each adapted layer on its own, unless adapters have its dtype; and quantized matmuls may
+    save theirs, which all share unless each 4-bit one casts it from fp32. The MLP's last input is with the MLP."""
     own = [] if dropped_inputs(run) else [one for one in adapted(run) if one.reads != "inner"]
     saved_once = [one for one in own if run.narrow_adapters or run.fuses_adapter(one.name)]
     width = run.adapter_input_bytes * sum(one.local_sizes(run.mesh.tp)[0] for one in own if one not in saved_once)
     width += run.compute_bytes * _normed(run.shape, {one.reads for one in saved_once}) * run.shape.hidden
-    if saved := quantized_input_bytes(run):
+    if saved := quantized_input_bytes(run, "norm"):
         frozen = [one for one in linears(run.shape) if one.reads in NORMS]
-        shared = len(frozen) if run.layer_bytes > run.compute_bytes else _normed(run.shape, NORMS)
+        casts = run.layer_bytes > run.compute_bytes and not run.in_int8
+        shared = len(frozen) if casts else _normed(run.shape, NORMS)
         width += saved * shared * run.shape.hidden
     return leaf("linear inputs", tokens * width)
 
@@ -210,7 +211,7 @@ def _mlp(run: Run, tokens: float) -> list[Term]:
     inner = _input_bytes(run) if "inner" in needed(run) else 0
     if run.adapter is not None and run.traits.peft:
         own = not dropped_inputs(run) and any(one.reads == "inner" for one in adapted(run))
-        inner = run.adapter_input_bytes * own + quantized_input_bytes(run)
+        inner = run.adapter_input_bytes * own + quantized_input_bytes(run, "inner")
     again = run.traits.multiplies_again and shape.traits.gated
     if (run.recomputes_cheap and inner > 1) or has_mlp_in_place(run) or again:
         inner = 0
@@ -274,20 +275,33 @@ def needed(run: Run) -> set[str]:
     adapter = run.adapter
     if adapter is None:
         return {one.reads for one in matrices} if run.trained.blocks else set()
-    if quantized_input_bytes(run):
+    if quantized_input_bytes(run, "inner"):
         return {one.reads for one in matrices}
     if dropped_inputs(run):
         return set()
     return {one.reads for one in matrices if one.name in adapter.targets}
 
 
-def quantized_input_bytes(run: Run) -> int:
-    """Bytes per element of the inputs that frozen quantized matmuls save. bitsandbytes' 8-bit ones always do, and
-    before 0.45 also their quantized transpose (MatMul8bitLt in bitsandbytes/autograd/_functions.py)."""
+def quantized_input_bytes(run: Run, reads: str) -> int:
+    """Bytes per element of the inputs that frozen quantized matmuls save, by `Linear.reads`. bitsandbytes' 8-bit ones
+    always do, before they cast them, and before 0.45 also their quantized transpose (MatMul8bitLt in
+    bitsandbytes/autograd/_functions.py)."""
+    if run.in_int8:
+        return run.read_bytes(reads) + run.traits.int8_layouts
     quantize = None if run.adapter is None else run.adapter.quantize
-    if quantize == "int8" and (run.traits.peft or run.traits.quantized_keep_inputs):
-        return run.compute_bytes + run.traits.quantized_keep_inputs
+    if quantize == "int8":
+        return (run.compute_bytes + 1) * run.traits.quantized_keep_inputs
     return run.compute_bytes if quantize in ("nf4", "fp4") and run.traits.quantized_keep_inputs else 0
+
+
+def held_by_functions(run: Run) -> list[float]:
+    """Bytes of a checkpointed block that 8-bit layers hold all the same, until the loss is gone: their inputs, which
+    their functions have in attributes, and not with the saved tensors that checkpointing leaves out. Reentrant, it runs
+    the forward pass without autograd."""
+    if not run.in_int8 or run.traits.reentrant or not run.repeats_forward:
+        return []
+    inputs = {one.reads: one.local_sizes(run.mesh.tp)[0] for one in linears(run.shape)}
+    return [run.tokens * width * quantized_input_bytes(run, reads) for reads, width in inputs.items()]
 
 
 def dropped_inputs(run: Run) -> bool:

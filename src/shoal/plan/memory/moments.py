@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from shoal.plan.memory.activations import attention_masks, block_input, block_kept
+from shoal.plan.memory.activations import attention_masks, block_input, block_kept, held_by_functions
 from shoal.plan.memory.buffers import communication_buffers, mask_buffers, matmul_workspaces, optimizer_temporaries
 from shoal.plan.memory.checkpointed import block_selected, block_without_parts
 from shoal.plan.memory.gathered import (
@@ -256,7 +256,9 @@ def _activations(run: Run, rank: Rank) -> tuple[Term, Term]:
     else:
         every = run.recompute if isinstance(run.recompute, int) else 1
         checkpointed = min(-(-blocks // every), run.recomputed_blocks or blocks)
-        kept = group("blocks", scaled(entry, checkpointed), *scaled(whole, blocks - checkpointed).parts)
+        held = leaf("inputs of 8-bit layers", sum(held_by_functions(run)))
+        kept = group("blocks", scaled(entry, checkpointed), scaled(held, checkpointed))
+        kept = group("blocks", *kept.parts, *scaled(whole, blocks - checkpointed).parts)
         again = leaf("recomputed block", max(0.0, whole.amount - entry.amount))
     kept = Term("activations", kept.amount, kept.parts)
     masks = leaf("attention masks", attention_masks(run))

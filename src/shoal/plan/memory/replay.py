@@ -1,7 +1,7 @@
 """Training steps as the caching allocator sees them: tensors in the order in which they are allocated and freed."""
 
 from shoal.catalogue.optimizers import find_optimizer
-from shoal.plan.memory.activations import block_input, has_mlp_in_place, score_elements
+from shoal.plan.memory.activations import block_input, has_mlp_in_place, held_by_functions, score_elements
 from shoal.plan.memory.buffers import adafactor_copies
 from shoal.plan.memory.head import head
 from shoal.plan.memory.replayed_loss import CHUNKED_LOSSES, logits_gradient
@@ -112,6 +112,7 @@ class Steps:
         saved: list[tuple[Block | None, dict[str, list[Block]]]] = []
         every = run.recompute if isinstance(run.recompute, int) else 1
         most = run.recomputed_blocks or run.shape.layers
+        held: list[Block] = []
 
         def checkpointed(index: int) -> bool:
             return run.repeats_forward and index % every == 0 and index < most
@@ -123,6 +124,7 @@ class Steps:
                 self.cached += kept["copies"]
                 if run.offloads_inputs:
                     memory.give(stream)
+                held += [memory.take(size) for size in held_by_functions(run)]
                 saved.append((None if run.offloads_inputs else stream, {}))
             else:
                 memory.give(stream)
@@ -139,7 +141,7 @@ class Steps:
                 memory.give(entry)
         if run.trained.embedding:
             self.add_gradient(("embedding",), self.table)
-        memory.give(gradient)
+        memory.give(gradient, *held)
 
     def loss(self, stream: Block) -> Block:
         run, memory = self.run, self.memory

@@ -245,7 +245,10 @@ def has_quantized_head(run: Run) -> bool:
 
 
 def dequantized_bytes(run: Run) -> int:
-    """Bytes per element of a matrix that is dequantized while it is used: a second copy if its dtype is another."""
+    """Bytes per element of a matrix that is dequantized while it is used: a second copy if its dtype is another. An
+    8-bit layer's is in the dtype of its input, and multiplied by its scales in place."""
+    if run.in_int8:
+        return run.read_bytes("norm")
     return run.compute_bytes * (2 if run.traits.dequantizes_in_half and run.precision != "16-mixed" else 1)
 
 

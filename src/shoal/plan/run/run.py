@@ -71,9 +71,24 @@ class Run(Settings):
     @property
     def layer_bytes(self) -> int:
         """Bytes per element of what a block's linear layers return. A quantized layer computes in 16 bits and returns
-        the dtype of its input, which is fp32 if all else is upcast (Linear4bit in bitsandbytes/nn/modules.py)."""
+        the dtype of its input, which is fp32 if all else is upcast (Linear4bit in bitsandbytes/nn/modules.py). To what
+        an 8-bit one returns, autocast adds the channels of large values in 16 bits."""
         wide = self.adapter is not None and self.adapter.upcasts and self.adapter.quantize is not None
+        if wide and self.in_int8 and self.autocasts and not self.traits.int8_layouts:
+            return self.compute_bytes
         return 4 if wide or self.widens_norms else self.compute_bytes
+
+    @property
+    def in_int8(self) -> bool:
+        """Whether frozen layers are bitsandbytes' 8-bit ones."""
+        return self.adapter is not None and self.adapter.quantize == "int8" and self.traits.peft
+
+    def read_bytes(self, reads: str) -> int:
+        """Bytes per element of what a block's linear layer reads, by `Linear.reads`, before the layer casts it."""
+        if reads == "attention":
+            return self.attention_bytes
+        upcast = self.adapter is not None and self.adapter.upcasts
+        return 4 if upcast and reads.endswith("norm") else self.layer_bytes
 
     @property
     def expert_bytes(self) -> int:

@@ -21,6 +21,7 @@ from shoal.plan.speed.adapters import adapter_seconds, dequantization_seconds
 from shoal.plan.speed.attention import attention_seconds
 from shoal.plan.speed.cache import cached_seconds
 from shoal.plan.speed.experts import routed_kernels
+from shoal.plan.speed.int8 import int8_kernels
 from shoal.plan.speed.kernels import Seconds, bandwidth, eager_bandwidth, matmul_seconds, streamed_bandwidth
 from shoal.plan.speed.linear import linear_seconds
 from shoal.plan.speed.packed import packed_linears, summed_gradients
@@ -164,7 +165,10 @@ def _adapters(run: Run) -> Seconds:
     if run.adapter is None:
         return Seconds(0.0, 0.0)
     forward, backward = adapter_seconds(run, run.adapter)
-    if run.adapter.quantize is not None:
+    if run.in_int8:
+        around = int8_kernels(run)
+        forward, backward = forward + around.forward, backward + around.backward
+    elif run.adapter.quantize is not None:
         elements = quantized_parameters(run) / run.mesh.tp
         ahead, back = dequantization_seconds(run, run.adapter, elements)
         forward, backward = forward + ahead, backward + back

@@ -4,6 +4,7 @@ from shoal.plan.memory.states import adapted
 from shoal.plan.run.blocks import Linear, linears
 from shoal.plan.run.run import Run
 from shoal.plan.speed.experts import experts_host, experts_waiting, times_run
+from shoal.plan.speed.int8 import int8_host, int8_waiting
 from shoal.plan.speed.launched import LLAMA_OPERATIONS, block_operations
 
 # Host time to launch the kernels of a block, forward and backward; a faster device waits for its host. Eager that of a
@@ -100,7 +101,7 @@ def launch_gaps(run: Run, blocks: int) -> float:
         kernels *= AUTOCAST_HOST
     # A forward pass has a third of the kernels of both.
     again = (run.repeated_share + run.reference_pass) / 3
-    return (GAP * kernels * (1 + again) + experts_waiting(run)) * blocks
+    return (GAP * kernels * (1 + again) + experts_waiting(run) + int8_waiting(run)) * blocks
 
 
 def _launching(run: Run, blocks: int) -> float:
@@ -118,7 +119,9 @@ def _launching(run: Run, blocks: int) -> float:
         block += sum(times_run(run, one) * _adapter_launches(run, one)[0] for one in adapted(run))
         if run.adapter.dora and run.traits.peft:
             block += DORA_HOST * len(adapted(run))
-        if run.adapter.quantize is not None:
+        if run.in_int8:
+            block += int8_host(run)
+        elif run.adapter.quantize is not None:
             bare = run.adapter.quantize != "gptq" and run.layer_bytes == run.compute_bytes
             each = DEQUANTIZED_HOST if bare else QUANTIZED_HOST
             block += each * sum(times_run(run, one) for one in linears(run.shape, joined=run.traits.fused_qkv))

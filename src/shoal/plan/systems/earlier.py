@@ -73,6 +73,8 @@ FP32_SHARDS: Month = (2024, 3)
 # bitsandbytes 0.43.2 no longer saves the input of a 4-bit matmul, and 0.43 dequantizes to bf16 at once.
 FREED_INPUTS: Month = (2024, 7)
 BF16_DEQUANTIZED: Month = (2024, 3)
+# bitsandbytes 0.45: rows and columns of 8-bit matrices as they are.
+INT8_IN_ROWS: Month = (2024, 12)
 # From DeepSpeed 0.12.4 on, ZeRO-1 and 2 all-reduce gradients; before, each went to the rank that updates it.
 BUCKET_ALL_REDUCE: Month = (2023, 12)
 # axolotl's kernels for adapters, and with dropout (its pull requests 3528 and 3806); the entropy that TRL logs, and its
@@ -156,6 +158,7 @@ def _with_transformers(traits: SystemTraits, date: Month) -> dict[str, Any]:
         "grouped_attention": traits.grouped_attention and date >= GROUPED_ATTENTION,
         "quantized_keep_inputs": date < FREED_INPUTS,
         "dequantizes_in_half": date < BF16_DEQUANTIZED,
+        "int8_layouts": date < INT8_IN_ROWS,
     }
     if date < HELD_LOGITS:
         changes["shifts_logits"] = True

@@ -121,6 +121,12 @@ class SystemTraits:
     # A 4-bit matmul saves its input for the backward pass: bitsandbytes before 0.43.2 (MatMul4Bit in
     # bitsandbytes/autograd/_functions.py).
     quantized_keep_inputs: bool = False
+    # Without packing, every sequence is padded to data.max_length; else to the longest of its micro-batch, so that
+    # lengths differ from one to the next.
+    pads_to_length: bool = False
+    # 8-bit layers keep their matrices in layouts for the int8 matmuls of Turing and Ampere, and return the dtype of
+    # their input under autocast too: bitsandbytes before 0.45 (MatMul8bitLt in the same file).
+    int8_layouts: bool = False
     # The loop holds the logits until it has the next ones, and with their graph what bitsandbytes keeps in its autograd
     # functions (`ctx.tensors`); the backward pass frees only what is saved as PyTorch wants it.
     holds_last_logits: bool = False
