@@ -45,9 +45,8 @@ MEASURED = (
 DRAWN = {f"{name}-h200-drawn" for name in ("trainer", "sft", "loops", "unsloth", "mixtures")}
 # Sets that are also told together, from the error of each figure in `first.json`.
 TOGETHER = {
-    "the eighth and the ninth together": (
-        "the eighth held-out set, as the command is asked",
-        "the ninth held-out set, as the command is asked",
+    "the eighth to the tenth together": tuple(
+        f"the {which} held-out set, as the command is asked" for which in ("eighth", "ninth", "tenth")
     )
 }
 KINDS = ("full", "LoRA", "QLoRA")

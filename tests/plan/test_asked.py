@@ -99,7 +99,8 @@ def test_lamb_reads_weights_and_updates_for_their_norms() -> None:
 def test_a_base_of_8_bits_and_weights_of_fp16_can_be_forecast_and_not_trained() -> None:
     adapted = ("model.shape=llama2-7b", "hardware.gpu=a100-40gb", "adapter=qlora", "hardware.devices=1")
     four, eight = (asked("huggingface", *adapted, f"adapter.quantize={one}").choice.memory for one in ("nf4", "int8"))
-    assert (eight.allocated - four.allocated) / 2**30 > 2
+    # Matrices of twice the size, which return what autocast has in 16 bits.
+    assert (eight.allocated - four.allocated) / 2**30 > 1.5
     half = asked("huggingface", "model.shape=llama2-7b", "hardware.gpu=t4", "adapter=lora", "train.precision=fp16-true")
     assert half.choice.run.is_half
     for refused in ("adapter.quantize=int8", "train.precision=16-true", "train.optimizer.name=lamb"):

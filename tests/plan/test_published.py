@@ -48,7 +48,7 @@ def test_the_error_on_other_sources_is_bounded():
     memory, *found, speeds, median, ninety = json.loads((FOLDER / "errors.json").read_text())["– new sources"]
     assert min(int(memory), int(speeds)) > 100
     shares = [float(cell.rstrip("%")) / 100 for cell in (*found, median, ninety)]
-    assert all(share < most for share, most in zip(shares, (0.036, 0.145, 0.073, 0.26), strict=True))
+    assert all(share < most for share, most in zip(shares, (0.036, 0.145, 0.073, 0.27), strict=True))
 
 
 def test_a_rows_recomputed_parts_give_a_memory_forecast_and_no_row_is_there_twice():

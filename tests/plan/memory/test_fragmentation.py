@@ -90,8 +90,11 @@ def test_the_trainers_runs_on_an_h200_reserve_what_is_forecast(monkeypatch: pyte
     from plan_published import read_measured
 
     path = ROOT / "benchmarks" / "gpu" / "trainer_h200" / "trainer.jsonl"
-    rows = read_measured(path)
-    beyond = [one.gib - json.loads(line)["allocated_gib"] for one, line in zip(rows, path.open(), strict=True)]
+    # Without those of 8-bit layers, which saved large values that only random weights have.
+    found = [(one, json.loads(line)) for one, line in zip(read_measured(path), path.open(), strict=True)]
+    found = [(one, line) for one, line in found if (line.get("adapter") or {}).get("quantize") != "int8"]
+    rows = [one for one, _ in found]
+    beyond = [one.gib - line["allocated_gib"] for one, line in found]
     forecast = [fragmented(one.run) / GIB for one in rows]
     errors = sorted(abs(mine - measured) / one.gib for mine, measured, one in zip(forecast, beyond, rows, strict=True))
     assert max(beyond) > 11

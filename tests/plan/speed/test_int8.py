@@ -1,4 +1,4 @@
-"""bitsandbytes' 8-bit layers under PEFT's adapters: as they were measured on an H200, and published of older devices."""
+"""bitsandbytes' 8-bit layers under PEFT's adapters: as measured on an H200, and published of older devices."""
 
 import json
 from pathlib import Path
@@ -76,4 +76,3 @@ def test_checkpointing_leaves_the_inputs_of_8_bit_layers_where_they_are() -> Non
     each = tokens * (2 * 4 * hidden + 2 * hidden + 2 * 14_336)
     assert held("huggingface") == pytest.approx(32 * each / 2**30, rel=0.01)
     assert held("huggingface@2023-11") == 0
-

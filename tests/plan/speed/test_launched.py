@@ -150,6 +150,8 @@ def test_hooks_of_checkpointing_take_as_long_in_blocks_with_fewer_operations() -
 def test_the_moment_between_two_kernels_is_what_traced_steps_have_beside_them() -> None:
     path = ROOT / "benchmarks" / "gpu" / "trainer_h200" / "kernels.jsonl"
     traced = [json.loads(line) for line in path.read_text().splitlines()]
+    # Steps with 8-bit layers wait for the device in every one of them.
+    traced = [one for one in traced if "int8" not in one["name"]]
     # Steps whose device is busy for most of the time do not wait for their host.
     busy = [one for one in traced if one["busy_ms"] > 0.8 * one["step_ms"]]
     gaps = [(one["step_ms"] - one["busy_ms"] - one["between_ms"]) * 1e-3 / one["launches"] for one in busy]

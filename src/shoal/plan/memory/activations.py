@@ -294,14 +294,14 @@ def quantized_input_bytes(run: Run, reads: str) -> int:
     return run.compute_bytes if quantize in ("nf4", "fp4") and run.traits.quantized_keep_inputs else 0
 
 
-def held_by_functions(run: Run) -> list[float]:
-    """Bytes of a checkpointed block that 8-bit layers hold all the same, until the loss is gone: their inputs, which
-    their functions have in attributes, and not with the saved tensors that checkpointing leaves out. Reentrant, it runs
-    the forward pass without autograd."""
+def held_by_functions(run: Run) -> dict[str, float]:
+    """Bytes of a checkpointed block that 8-bit layers hold all the same, until the loss is gone, by `Linear.reads`:
+    their inputs, which their functions have in attributes, and not with the saved tensors that checkpointing leaves
+    out. Reentrant, it runs the forward pass without autograd."""
     if not run.in_int8 or run.traits.reentrant or not run.repeats_forward:
-        return []
+        return {}
     inputs = {one.reads: one.local_sizes(run.mesh.tp)[0] for one in linears(run.shape)}
-    return [run.tokens * width * quantized_input_bytes(run, reads) for reads, width in inputs.items()]
+    return {reads: run.tokens * width * quantized_input_bytes(run, reads) for reads, width in inputs.items()}
 
 
 def dropped_inputs(run: Run) -> bool:

@@ -256,7 +256,7 @@ def _activations(run: Run, rank: Rank) -> tuple[Term, Term]:
     else:
         every = run.recompute if isinstance(run.recompute, int) else 1
         checkpointed = min(-(-blocks // every), run.recomputed_blocks or blocks)
-        held = leaf("inputs of 8-bit layers", sum(held_by_functions(run)))
+        held = leaf("inputs of 8-bit layers", sum(held_by_functions(run).values()))
         kept = group("blocks", scaled(entry, checkpointed), scaled(held, checkpointed))
         kept = group("blocks", *kept.parts, *scaled(whole, blocks - checkpointed).parts)
         again = leaf("recomputed block", max(0.0, whole.amount - entry.amount))

@@ -33,6 +33,7 @@ class Steps:
         self.gradients: dict[Name, Block] = {}
         self.state: list[Block] = []
         self.cached: list[Block] = []
+        self.held: list[Block] = []
         self.adapted, self.rank = (adapted(run), run.adapter.rank) if run.adapter is not None else ([], 0)
         self.targets = {one.name for one in self.adapted}
         quantized = run.adapter is not None and run.adapter.quantize is not None
@@ -48,7 +49,7 @@ class Steps:
         self.stream = block_input(run)
         self.hidden = run.tokens * run.shape.hidden * run.compute_bytes
         self.wide = run.tokens * run.shape.hidden * 4.0
-        self.kept = kept_tensors(run)
+        self.kept, self.unfreed = kept_tensors(run), held_by_functions(run)
         self.scores = score_elements(run)
         self.outputs = {one.name: self._output_sizes(one) for one in self.matrices}
 
@@ -112,7 +113,6 @@ class Steps:
         saved: list[tuple[Block | None, dict[str, list[Block]]]] = []
         every = run.recompute if isinstance(run.recompute, int) else 1
         most = run.recomputed_blocks or run.shape.layers
-        held: list[Block] = []
 
         def checkpointed(index: int) -> bool:
             return run.repeats_forward and index % every == 0 and index < most
@@ -124,7 +124,6 @@ class Steps:
                 self.cached += kept["copies"]
                 if run.offloads_inputs:
                     memory.give(stream)
-                held += [memory.take(size) for size in held_by_functions(run)]
                 saved.append((None if run.offloads_inputs else stream, {}))
             else:
                 memory.give(stream)
@@ -141,7 +140,8 @@ class Steps:
                 memory.give(entry)
         if run.trained.embedding:
             self.add_gradient(("embedding",), self.table)
-        memory.give(gradient, *held)
+        memory.give(gradient, *self.held)
+        self.held = []
 
     def loss(self, stream: Block) -> Block:
         run, memory = self.run, self.memory
@@ -188,6 +188,8 @@ class Steps:
         for part in PARTS:
             outputs = [take(self.wide)] if self.upcast_norms and part.endswith("norm") else []
             kept[part], sizes = [], list(self.kept[part])
+            if not keeps and READS[part] in self.unfreed:
+                self.held.append(take(self.unfreed[READS[part]]))
             for one in self.reading[part]:
                 if self.casts:
                     copies.append(take(one.parameters * run.compute_bytes))
