@@ -1,20 +1,17 @@
 """Training steps as the caching allocator sees them: tensors in the order in which they are allocated and freed."""
 
-from shoal.catalogue.optimizers import find_optimizer
 from shoal.plan.memory.activations import block_input, has_mlp_in_place, held_by_functions, score_elements
-from shoal.plan.memory.buffers import adafactor_copies
 from shoal.plan.memory.head import head
 from shoal.plan.memory.replayed_loss import CHUNKED_LOSSES, logits_gradient
-from shoal.plan.memory.retained import gradient_buckets
+from shoal.plan.memory.replayed_states import ReplayedStates
 from shoal.plan.memory.saved_tensors import PARTS, READS, kept_tensors
 from shoal.plan.memory.segments import MIB, Allocator, Block
-from shoal.plan.memory.states import BUCKET_BYTES, adapted, dequantized_bytes, stored_bytes
+from shoal.plan.memory.states import dequantized_bytes
 from shoal.plan.run.blocks import Linear, linears
 from shoal.plan.run.run import Run
 
 # Of `head`: what other terms have already.
 HIDDEN = {"final norm", "hidden states", "hidden states gradient"}
-Name = tuple[int | str, ...]  # of a trained matrix
 
 
 class Steps:
@@ -27,20 +24,16 @@ class Steps:
         self.reading = {part: [one for one in self.matrices if one.reads == READS[part]] for part in PARTS}
         self.table = run.shape.vocab * run.shape.hidden
         self.eager = not run.compiled
-        self.casts, self.sharded = run.casts_weights and not run.sharded, run.sharded
-        self.gradient_bytes, self.compute_bytes = run.gradient_bytes or run.trained_bytes, run.compute_bytes
+        self.casts = run.casts_weights and not run.sharded
         self.upcast_norms = self.eager and run.traits.unfused_norms and run.shape.traits.rms_norm
-        self.gradients: dict[Name, Block] = {}
-        self.state: list[Block] = []
         self.cached: list[Block] = []
         self.held: list[Block] = []
-        self.adapted, self.rank = (adapted(run), run.adapter.rank) if run.adapter is not None else ([], 0)
-        self.targets = {one.name for one in self.adapted}
         quantized = run.adapter is not None and run.adapter.quantize is not None
         largest = max(one.parameters for one in self.matrices)
         self.dequantized = largest * dequantized_bytes(run) if quantized else 0.0
+        self.states = ReplayedStates(run, self.memory)
+        self.targets = {one.name for one in self.states.adapted}
         self.change_length(run.length)
-        self._weights()
 
     def change_length(self, length: int) -> None:
         if length != self.run.length:
@@ -53,59 +46,11 @@ class Steps:
         self.scores = score_elements(run)
         self.outputs = {one.name: self._output_sizes(one) for one in self.matrices}
 
-    def _weights(self) -> None:
-        run, take = self.run, self.memory.take
-        other = run.weight_bytes
-        each: float = other
-        if run.adapter is not None:
-            other = 4 if run.adapter.upcasts else run.frozen_bytes
-            each = run.frozen_bytes if run.adapter.quantize is None else stored_bytes(run, run.adapter)
-        sharing = run.shards if run.sharded else 1
-        if run.offload == "cpu":
-            return
-        casts = run.mixed and not run.sharded and not run.traits.casts_per_use and run.adapter is None
-        copies = run.compute_bytes if casts else 0
-        tables = [self.table] * (1 if run.shape.tied else 2)
-        for size in tables:
-            take(size * other / sharing)
-            if copies:
-                take(size * copies)
-        for _ in range(run.shape.layers):
-            for one in self.matrices:
-                take(one.parameters * each / sharing)
-                if copies:
-                    take(one.parameters * copies)
-            for one in self.adapted:
-                take(self.rank * one.inputs * run.trained_bytes)
-                take(self.rank * one.outputs * run.trained_bytes)
-        buckets = gradient_buckets(run, self._trained() * run.trained_bytes)
-        for _ in range(int(buckets // BUCKET_BYTES)):
-            take(BUCKET_BYTES)
-
-    def _trained(self) -> float:
-        return sum(size for _, size in self._trained_tensors())
-
-    def _trained_tensors(self) -> list[tuple[Name, float]]:
-        """Every trained matrix, with the number of its elements, in the order of the model's parameters."""
-        run = self.run
-        found: list[tuple[Name, float]] = []
-        if run.trained.embedding:
-            found.append((("embedding",), float(self.table)))
-        for block in range(run.shape.layers):
-            for one in self.matrices if run.trained.blocks else ():
-                found.append(((block, one.name), float(one.parameters)))
-            for one in self.adapted:
-                found.append(((block, one.name, "A"), float(self.rank * one.inputs)))
-                found.append(((block, one.name, "B"), float(self.rank * one.outputs)))
-        if run.trained.head and not run.shape.tied:
-            found.append((("head",), float(self.table)))
-        return found
-
     def step(self) -> None:
         # The first step is there for where it leaves the state.
-        for _ in range(min(2, self.run.grad_accum_steps) if self.state else 1):
+        for _ in range(min(2, self.run.grad_accum_steps) if self.states.optimizer else 1):
             self.micro_batch()
-        self.optimizer_step()
+        self.states.step()
 
     def micro_batch(self) -> None:
         run, memory = self.run, self.memory
@@ -139,7 +84,7 @@ class Steps:
             if entry is not None:
                 memory.give(entry)
         if run.trained.embedding:
-            self.add_gradient(("embedding",), self.table)
+            self.states.add_gradient(("embedding",), self.table)
         memory.give(gradient, *self.held)
         self.held = []
 
@@ -162,7 +107,7 @@ class Steps:
             found = [memory.take(part.amount) for part in head(run).peak.parts if part.name not in HIDDEN]
             self.end_autocast()
         if trained:
-            self.add_gradient((name,), self.table)
+            self.states.add_gradient((name,), self.table)
         gradient = memory.take(self.hidden)
         memory.give(*found, *matrix, *norm)
         return self.through_norm(gradient)
@@ -310,49 +255,7 @@ class Steps:
                 both = one.inputs, one.outputs
                 memory.give(*[memory.take(run.tokens * width * run.compute_bytes) for width in both])
             if trains:
-                self.add_gradient((index, one.name), one.parameters)
+                self.states.add_gradient((index, one.name), one.parameters)
             if one.name in self.targets:
-                self.add_gradient((index, one.name, "A"), self.rank * one.inputs)
-                self.add_gradient((index, one.name, "B"), self.rank * one.outputs)
-
-    def add_gradient(self, name: Name, size: float) -> None:
-        """A new gradient; or one that is added to what is there."""
-        memory, computed, itemsize = self.memory, self.compute_bytes, self.gradient_bytes
-        if self.sharded:  # reduced on another stream
-            memory.give(memory.take(size * computed))
-            return
-        narrow = computed < itemsize
-        if name in self.gradients:
-            parts = [] if narrow and name == ("embedding",) else [memory.take(size * min(computed, itemsize))]
-            if narrow:
-                parts.append(memory.take(size * itemsize))
-            elif name == ("embedding",) and self.run.shape.tied:
-                total = memory.take(size * itemsize)
-                memory.give(self.gradients[name])
-                self.gradients[name] = total
-            memory.give(*parts)
-            return
-        first = memory.take(size * computed) if narrow else None
-        self.gradients[name] = memory.take(size * itemsize)
-        if first is not None:
-            memory.give(first)
-
-    def optimizer_step(self) -> None:
-        run, memory = self.run, self.memory
-        updated = [size for _, size in self._trained_tensors()]
-        # FSDP shards each tensor; PyTorch's ZeRO-1 has whole ones by turns.
-        updated = [size / run.shards for size in updated] if run.sharded else updated[:: run.optimizer_shards]
-        optimizer = find_optimizer(run.optimizer)
-        each = optimizer.bytes_per_parameter(run.trained_bytes)
-        count = max(1, optimizer.state_tensors)
-        stateless = optimizer.factored or (optimizer.state_option == "momentum" and not run.momentum)
-        if not self.state and not stateless and not run.paged_optimizer and run.offload == "none":
-            for size in updated:
-                self.state += [memory.take(size * each / count) for _ in range(count)]
-        if run.traits.foreach_step and run.optimizer == "adamw":
-            memory.give(*[memory.take(size * run.trained_bytes) for size in updated])
-        if optimizer.factored:
-            for size in updated:
-                memory.give(*[memory.take(size * 4) for _ in range(adafactor_copies(run))])
-        memory.give(*self.gradients.values())
-        self.gradients = {}
+                self.states.add_gradient((index, one.name, "A"), self.states.rank * one.inputs)
+                self.states.add_gradient((index, one.name, "B"), self.states.rank * one.outputs)

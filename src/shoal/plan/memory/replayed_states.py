@@ -1,0 +1,114 @@
+"""What training keeps from one micro-batch to the next, as the caching allocator sees it: weights, gradients, and the
+state of the optimizer."""
+
+from shoal.catalogue.optimizers import find_optimizer
+from shoal.plan.memory.buffers import adafactor_copies
+from shoal.plan.memory.retained import gradient_buckets
+from shoal.plan.memory.segments import Allocator, Block
+from shoal.plan.memory.states import BUCKET_BYTES, adapted, stored_bytes
+from shoal.plan.run.blocks import linears
+from shoal.plan.run.run import Run
+
+Name = tuple[int | str, ...]  # of a trained matrix
+
+
+class ReplayedStates:
+    """The tensors of a rank's weights, gradients and optimizer state."""
+
+    def __init__(self, run: Run, memory: Allocator) -> None:
+        self.run, self.memory = run, memory
+        self.matrices = linears(run.shape, joined=run.traits.fused_qkv)
+        self.table = run.shape.vocab * run.shape.hidden
+        self.adapted, self.rank = (adapted(run), run.adapter.rank) if run.adapter is not None else ([], 0)
+        self.gradients: dict[Name, Block] = {}
+        self.optimizer: list[Block] = []
+        self._weights()
+
+    def _weights(self) -> None:
+        run, take = self.run, self.memory.take
+        other = run.weight_bytes
+        each: float = other
+        if run.adapter is not None:
+            other = 4 if run.adapter.upcasts else run.frozen_bytes
+            each = run.frozen_bytes if run.adapter.quantize is None else stored_bytes(run, run.adapter)
+        sharing = run.shards if run.sharded else 1
+        if run.offload == "cpu":
+            return
+        casts = run.mixed and not run.sharded and not run.traits.casts_per_use and run.adapter is None
+        copies = run.compute_bytes if casts else 0
+        tables = [self.table] * (1 if run.shape.tied else 2)
+        for size in tables:
+            take(size * other / sharing)
+            if copies:
+                take(size * copies)
+        for _ in range(run.shape.layers):
+            for one in self.matrices:
+                take(one.parameters * each / sharing)
+                if copies:
+                    take(one.parameters * copies)
+            for one in self.adapted:
+                take(self.rank * one.inputs * run.trained_bytes)
+                take(self.rank * one.outputs * run.trained_bytes)
+        trained = sum(size for _, size in self._trained_tensors())
+        buckets = gradient_buckets(run, trained * run.trained_bytes)
+        for _ in range(int(buckets // BUCKET_BYTES)):
+            take(BUCKET_BYTES)
+
+    def _trained_tensors(self) -> list[tuple[Name, float]]:
+        """Every trained matrix, with the number of its elements, in the order of the model's parameters."""
+        run = self.run
+        found: list[tuple[Name, float]] = []
+        if run.trained.embedding:
+            found.append((("embedding",), float(self.table)))
+        for block in range(run.shape.layers):
+            for one in self.matrices if run.trained.blocks else ():
+                found.append(((block, one.name), float(one.parameters)))
+            for one in self.adapted:
+                found.append(((block, one.name, "A"), float(self.rank * one.inputs)))
+                found.append(((block, one.name, "B"), float(self.rank * one.outputs)))
+        if run.trained.head and not run.shape.tied:
+            found.append((("head",), float(self.table)))
+        return found
+
+    def add_gradient(self, name: Name, size: float) -> None:
+        """A new gradient; or one that is added to what is there."""
+        run, memory, computed = self.run, self.memory, self.run.compute_bytes
+        itemsize = run.gradient_bytes or run.trained_bytes
+        if run.sharded:  # reduced on another stream
+            memory.give(memory.take(size * computed))
+            return
+        narrow = computed < itemsize
+        if name in self.gradients:
+            parts = [] if narrow and name == ("embedding",) else [memory.take(size * min(computed, itemsize))]
+            if narrow:
+                parts.append(memory.take(size * itemsize))
+            elif name == ("embedding",) and run.shape.tied:
+                total = memory.take(size * itemsize)
+                memory.give(self.gradients[name])
+                self.gradients[name] = total
+            memory.give(*parts)
+            return
+        first = memory.take(size * computed) if narrow else None
+        self.gradients[name] = memory.take(size * itemsize)
+        if first is not None:
+            memory.give(first)
+
+    def step(self) -> None:
+        run, memory = self.run, self.memory
+        updated = [size for _, size in self._trained_tensors()]
+        # FSDP shards each tensor; PyTorch's ZeRO-1 has whole ones by turns.
+        updated = [size / run.shards for size in updated] if run.sharded else updated[:: run.optimizer_shards]
+        optimizer = find_optimizer(run.optimizer)
+        each = optimizer.bytes_per_parameter(run.trained_bytes)
+        count = max(1, optimizer.state_tensors)
+        stateless = optimizer.factored or (optimizer.state_option == "momentum" and not run.momentum)
+        if not self.optimizer and not stateless and not run.paged_optimizer and run.offload == "none":
+            for size in updated:
+                self.optimizer += [memory.take(size * each / count) for _ in range(count)]
+        if run.traits.foreach_step and run.optimizer == "adamw":
+            memory.give(*[memory.take(size * run.trained_bytes) for size in updated])
+        if optimizer.factored:
+            for size in updated:
+                memory.give(*[memory.take(size * 4) for _ in range(adafactor_copies(run))])
+        memory.give(*self.gradients.values())
+        self.gradients = {}
