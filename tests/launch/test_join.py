@@ -207,7 +207,9 @@ def test_a_task_whose_node_lacks_the_interface_says_so_before_the_rendezvous(
     assert ended[rank].status == 2
     assert f"{GLOO} is nope, but the network interfaces of " in ended[rank].err
     assert ended[1 - rank].status != 0
-    assert f"Rank {rank} failed before all ranks had joined" in ended[1 - rank].err
+    # Rank 0 may be gone, with the rendezvous, before the other one has read why.
+    said = f"Rank {rank} failed before all ranks had joined", f"the output of rank {rank} says why"
+    assert any(sentence in ended[1 - rank].err for sentence in said)
 
 
 def test_the_lists_of_interfaces_are_read_as_gloo_and_nccl_read_them() -> None:

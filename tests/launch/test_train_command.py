@@ -131,7 +131,9 @@ def test_progress_is_on_standard_error_and_has_no_repeated_lines(undisturbed: tu
     said = undisturbed[1].err.splitlines()
     assert [line for line in said if re.match(rf"step \d+/{FEW}  loss ", line)] != []
     assert sorted({line for line in said if said.count(line) > 1}) == []
-    assert "warning" not in undisturbed[1].err.lower()
+    # On a busy machine training may wait for data, and say so.
+    others = [line for line in said if not line.startswith("warning: training waits for data")]
+    assert [line for line in others if "warning" in line.lower()] == []
 
 
 def test_running_from_the_saved_config_repeats_the_run_bitwise(undisturbed: tuple[Path, Ended]) -> None:
