@@ -81,7 +81,6 @@ def cases() -> Iterator[dict[str, Any]]:
     yield row("llama3.1-8b", 2, 2048, narrow, adapter=INT8, recompute="full")
     yield row("llama3.1-8b", 1, 512, narrow, adapter=INT8, recompute="full")
     yield row("mistral-7b", 4, 1024, narrow, adapter={**INT8, **QV})
-    yield row("qwen2.5-7b", 8, 512, narrow, adapter=INT8, recompute="full")
 
 
 def row(model: str, micro_batch: int, sequence: int, precision: str, **others: Any) -> dict[str, Any]:

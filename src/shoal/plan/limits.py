@@ -66,10 +66,14 @@ def _largest_replayed(run_with: Callable[[int], Run], machine: Machine, most: in
         left = machine.gpu.memory_gib - gib
         return _largest(lambda value: not forecast_memory(run_with(value)).exceeds(left), most, part)
 
-    value = largest_that_leaves(0.0, most)
+    value, above = largest_that_leaves(0.0, most), 0
     while value and not fits(run_with(value), machine):
-        gaps = forecast_memory(run_with(value)).worst.reserve / GIB
+        above, gaps = value, forecast_memory(run_with(value)).worst.reserve / GIB
         value = min(value - max(1, value // part), largest_that_leaves(gaps, value))
+    # A smaller run has smaller gaps.
+    while above - value > max(1, value // part):
+        middle = (value + above) // 2
+        value, above = (middle, above) if fits(run_with(middle), machine) else (value, middle)
     return value
 
 

@@ -67,6 +67,13 @@ def test_until_transformers_5_the_host_launched_every_expert() -> None:
     assert seconds("huggingface@2025-12", **narrow, global_batch=2, micro_batch=2) < 1.2 * before
 
 
+def test_kernels_of_liger_leave_experts_one_by_one() -> None:
+    """They replace what an expert computes, and not the loop over experts."""
+    narrow = {"precision": "bf16-true", "recompute": "none"}
+    eager, liger = (seconds("huggingface@2025-06", **narrow, compile=compiled) for compiled in (False, True))
+    assert 0.8 * eager < liger <= eager
+
+
 def test_a_model_with_fewer_experts_than_a_token_may_reach_has_a_forecast() -> None:
     """A Jamba with a single expert, of which its config asks for two."""
     run = run_of("qwen3-30b-a3b")

@@ -76,3 +76,25 @@ def test_checkpointing_leaves_the_inputs_of_8_bit_layers_where_they_are() -> Non
     each = tokens * (2 * 4 * hidden + 2 * hidden + 2 * 14_336)
     assert held("huggingface") == pytest.approx(32 * each / 2**30, rel=0.01)
     assert held("huggingface@2023-11") == 0
+    # Inputs of blocks in host memory do not change that, and one norm for attention and MLP has one output.
+    offloaded = plan(*settings, "train.recompute=offload", system="huggingface").as_dict()["memory"]["terms"]
+    assert offloaded["activations"]["inputs of 8-bit layers"] == pytest.approx(32 * each / 2**30, rel=0.01)
+    shared = plan(*settings, "model.shape=phi-2", system="huggingface").as_dict()["memory"]["terms"]["activations"]
+    of_phi = tokens * (4 * 2560 + 2 * 2560 + 2 * 10_240)
+    assert shared["inputs of 8-bit layers"] == pytest.approx(32 * of_phi / 2**30, rel=0.01)
+
+
+def test_experts_are_8_bit_layers_only_where_they_are_modules() -> None:
+    """One tensor of all experts is no linear layer, and stays in 16 bits."""
+    settings = (
+        *("model.shape=qwen3-30b-a3b", "hardware.gpu=b200", "data.max_length=1024", "data.pack=true"),
+        *("train.micro_batch=1", "train.global_batch=1", "train.recompute=none", "train.precision=bf16-true"),
+    )
+
+    def steps(system: str) -> tuple[float, float]:
+        return step(plan(*settings, *INT8, system=system)), step(plan(*settings, "adapter.kind=lora", system=system))
+
+    eight, lora = steps("huggingface@2025-06")
+    assert eight > lora + 48 * 100 * 3 * 0.5e-3  # the host waits in each layer of some 128 experts
+    eight, lora = steps("huggingface")
+    assert 0 < eight - lora < 48 * 4 * 3e-3

@@ -10,8 +10,8 @@ import math
 
 from shoal.catalogue.architectures import architecture_of
 from shoal.catalogue.model_shape import ModelShape
-from shoal.plan.memory.states import adapted
-from shoal.plan.run.blocks import Linear, linears
+from shoal.plan.memory.states import adapted, has_joined_experts, quantizable
+from shoal.plan.run.blocks import MLP, Linear, linears
 from shoal.plan.run.run import FUSED_TOGETHER, Run
 from shoal.plan.terms import Term, group, leaf
 
@@ -122,9 +122,9 @@ def _peft_inputs(run: Run, tokens: float) -> Term:
     width = run.adapter_input_bytes * sum(one.local_sizes(run.mesh.tp)[0] for one in own if one not in saved_once)
     width += run.compute_bytes * _normed(run.shape, {one.reads for one in saved_once}) * run.shape.hidden
     if saved := quantized_input_bytes(run, "norm"):
-        frozen = [one for one in linears(run.shape) if one.reads in NORMS]
+        frozen = [one for one in quantizable(run) if one.reads in NORMS]
         casts = run.layer_bytes > run.compute_bytes and not run.in_int8
-        shared = len(frozen) if casts else _normed(run.shape, NORMS)
+        shared = len(frozen) if casts else _normed(run.shape, {one.reads for one in frozen})
         width += saved * shared * run.shape.hidden
     return leaf("linear inputs", tokens * width)
 
@@ -286,6 +286,8 @@ def quantized_input_bytes(run: Run, reads: str) -> int:
     """Bytes per element of the inputs that frozen quantized matmuls save, by `Linear.reads`. bitsandbytes' 8-bit ones
     always do, before they cast them, and before 0.45 also their quantized transpose (MatMul8bitLt in
     bitsandbytes/autograd/_functions.py)."""
+    if has_joined_experts(run) and reads in MLP:
+        return 0
     if run.in_int8:
         return run.read_bytes(reads) + run.traits.int8_layouts
     quantize = None if run.adapter is None else run.adapter.quantize
@@ -300,7 +302,9 @@ def held_by_functions(run: Run) -> dict[str, float]:
     out. Reentrant, it runs the forward pass without autograd."""
     if not run.in_int8 or run.traits.reentrant or not run.repeats_forward:
         return {}
-    inputs = {one.reads: one.local_sizes(run.mesh.tp)[0] for one in linears(run.shape)}
+    inputs = {one.reads: one.local_sizes(run.mesh.tp)[0] for one in quantizable(run)}
+    if run.shape.shared_norm:
+        inputs.pop("second norm", None)
     return {reads: run.tokens * width * quantized_input_bytes(run, reads) for reads, width in inputs.items()}
 
 

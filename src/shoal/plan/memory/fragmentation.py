@@ -44,15 +44,21 @@ def _beside_experts(run: Run) -> float:
     shape, quantized = run.shape, run.adapter is not None and run.adapter.quantize is not None
     if not shape.experts or run.traits.experts != "modules" or run.sharded or quantized:
         return 0.0
-    if run.adapter is None:
-        optimizer = find_optimizer(run.optimizer)
-        count = max(1, optimizer.state_tensors)
-        states = [optimizer.bytes_per_parameter(run.trained_bytes) / count] * count
-        widths = [run.weight_bytes, run.gradient_bytes or run.trained_bytes, *states]
-    else:
-        widths = [run.frozen_bytes]
     sizes = [one.parameters / shape.routed for one in linears(shape) if one.reads in MLP]
-    return shape.layers * shape.experts * sum(left_beside(size * width) for size in sizes for width in widths)
+
+    def left(width: float) -> float:
+        return shape.layers * shape.experts * sum(left_beside(size * width) for size in sizes)
+
+    if run.adapter is not None:
+        return left(run.frozen_bytes)
+    found = left(run.weight_bytes)
+    if run.trained.blocks:
+        found += left(run.gradient_bytes or run.trained_bytes)
+        if run.offload == "none" and not run.paged_optimizer:
+            optimizer = find_optimizer(run.optimizer)
+            count = max(1, optimizer.state_tensors)
+            found += count * left(optimizer.bytes_per_parameter(run.trained_bytes) / count) / run.optimizer_shards
+    return found
 
 
 def replay(run: Run, lengths: Sequence[int], limit: float = math.inf) -> Allocator:

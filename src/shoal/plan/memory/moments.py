@@ -236,6 +236,7 @@ def _activations(run: Run, rank: Rank) -> tuple[Term, Term]:
     if run.mesh.pp == 1:
         blocks = round(blocks * run.trained.passed)
     again = leaf("recomputed block", 0.0)
+    held = leaf("inputs of 8-bit layers", sum(held_by_functions(run).values()))
     if run.recompute in ("none", "cheap"):
         kept = scaled(whole, blocks)
     elif run.recompute == "selective":
@@ -251,12 +252,11 @@ def _activations(run: Run, rank: Rank) -> tuple[Term, Term]:
         kept, in_flight = scaled(whole, on_device), 1.0 if run.offloads_activations else in_flight
     elif run.offloads_inputs:
         # The block's own and the one that is copied to or from the host meanwhile, however many are in flight.
-        kept, in_flight = group("blocks", scaled(entry, min(2, blocks))), 1.0
+        kept, in_flight = group("blocks", scaled(entry, min(2, blocks)), scaled(held, blocks)), 1.0
         again = leaf("recomputed block", max(0.0, whole.amount - entry.amount))
     else:
         every = run.recompute if isinstance(run.recompute, int) else 1
         checkpointed = min(-(-blocks // every), run.recomputed_blocks or blocks)
-        held = leaf("inputs of 8-bit layers", sum(held_by_functions(run).values()))
         kept = group("blocks", scaled(entry, checkpointed), scaled(held, checkpointed))
         kept = group("blocks", *kept.parts, *scaled(whole, blocks - checkpointed).parts)
         again = leaf("recomputed block", max(0.0, whole.amount - entry.amount))

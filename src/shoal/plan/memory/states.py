@@ -47,7 +47,7 @@ def adapter_parameters(run: Run, blocks: int) -> float:
         # Tensor parallelism shards the low-rank matrix on the sharded side of the layer.
         inputs, outputs = one.local_sizes(run.mesh.tp)
         times = 1
-        if one.reads in MLP and run.shape.experts and run.traits.quantizes_experts:
+        if one.reads in MLP and run.shape.experts and run.traits.experts == "modules":
             # One for each expert, in place of one for all of a token's.
             times, routed = run.shape.experts, run.shape.routed
             inputs, outputs = (inputs / routed, outputs) if one.row else (inputs, outputs / routed)
@@ -231,11 +231,20 @@ def _frozen_matrices(run: Run, rank: Rank) -> float:
 
 
 def quantized_parameters(run: Run) -> float:
-    """Elements of the matrices of a block that are linear layers, so that they can be quantized."""
-    matrices = linears(run.shape)
-    if run.shape.experts and not run.traits.quantizes_experts:
-        return sum(one.parameters for one in matrices if one.reads not in MLP)
-    return sum(one.parameters for one in matrices) + expert_parameters(run.shape)
+    """Elements of the matrices of a block that can be quantized."""
+    found = sum(one.parameters for one in quantizable(run))
+    return float(found if has_joined_experts(run) else found + expert_parameters(run.shape))
+
+
+def quantizable(run: Run) -> list[Linear]:
+    """The linear layers of a block that can be quantized."""
+    matrices = linears(run.shape, joined=run.traits.fused_qkv)
+    return [one for one in matrices if not (has_joined_experts(run) and one.reads in MLP)]
+
+
+def has_joined_experts(run: Run) -> bool:
+    """Whether all experts of a block are one tensor, which is no linear layer."""
+    return bool(run.shape.experts) and run.traits.experts != "modules"
 
 
 def has_quantized_head(run: Run) -> bool:

@@ -87,14 +87,19 @@ class Run(Settings):
         """Bytes per element of what a block's linear layer reads, by `Linear.reads`, before the layer casts it."""
         if reads == "attention":
             return self.attention_bytes
+        # The second projections of latent attention read norms too, and are named after them.
+        normed = reads.endswith(("norm", " input"))
         upcast = self.adapter is not None and self.adapter.upcasts
-        return 4 if upcast and reads.endswith("norm") else self.layer_bytes
+        return 4 if upcast and normed else self.layer_bytes
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes per element of what the experts of a mixture compute with."""
-        wide = self.traits.wide_experts and self.traits.experts == "grouped" and self.casts_weights
-        return self.weight_bytes if wide else self.compute_bytes
+        """Bytes per element of what the experts of a mixture compute with: those of their weights, which PEFT upcasts
+        with all that is not quantized."""
+        if not (self.traits.wide_experts and self.traits.experts == "grouped"):
+            return self.compute_bytes
+        upcast = self.adapter is not None and self.adapter.quantize is not None and self.adapter.upcasts
+        return 4 if upcast else self.weight_bytes if self.casts_weights else self.compute_bytes
 
     @property
     def widens_norms(self) -> bool:

@@ -74,7 +74,7 @@ def _eager_kernels(run: Run, adapter: Adapter, one: Linear) -> Seconds:
     them: the input is cast to the adapter's dtype, and by autocast back; dropout; the output is scaled, and added to a
     copy of what a 4-bit layer returned, or to that itself. Backward: their gradients, and the sum with the layer's."""
     inputs, outputs = one.local_sizes(run.mesh.tp)
-    read = run.attention_bytes if one.reads == "attention" else run.layer_bytes
+    read = run.read_bytes(one.reads)
     made, computed = run.layer_bytes, run.adapter_bytes
     fused = run.fuses_adapter(one.name)
     peft = run.traits.peft and not fused

@@ -20,7 +20,7 @@ from shoal.plan.speed import eager
 from shoal.plan.speed.adapters import adapter_seconds, dequantization_seconds
 from shoal.plan.speed.attention import attention_seconds
 from shoal.plan.speed.cache import cached_seconds
-from shoal.plan.speed.experts import routed_kernels
+from shoal.plan.speed.experts import routed_kernels, runs_one_by_one
 from shoal.plan.speed.int8 import int8_kernels
 from shoal.plan.speed.kernels import Seconds, bandwidth, eager_bandwidth, matmul_seconds, streamed_bandwidth
 from shoal.plan.speed.linear import linear_seconds
@@ -181,7 +181,7 @@ def _elementwise(run: Run) -> Seconds:
     shape, itemsize = run.shape, run.compute_bytes
     rate = bandwidth(run) if run.compiled else eager_bandwidth(run)
     per_token, ahead, behind = 0.0, 0.0, 0.0
-    if run.compiled:
+    if run.compiled and not (run.traits.liger_kernels or runs_one_by_one(run)):
         # Each expert's inputs are gathered, its outputs weighted, and summed.
         per_token = ROUTED_PASSES * shape.routed * shape.hidden
     else:

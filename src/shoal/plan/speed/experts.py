@@ -34,9 +34,11 @@ def expert_linear(run: Run, one: Linear) -> tuple[float, float, float]:
     if runs_one_by_one(run) or itemsize > run.compute_bytes:
         # In fp32, grouped matmuls are matmuls one after the other too, without waiting for the host.
         each, times = rows / count, count / (SMALL_FP32 if itemsize > run.compute_bytes else 1.0)
+        behind = max(itemsize, run.read_bytes(one.reads) if run.in_int8 else 0)
+        slower = SMALL_FP32 if behind > itemsize else 1.0
         return (
             times * matmul_seconds(run, each, inputs, outputs, itemsize=itemsize),
-            times * matmul_seconds(run, each, outputs, inputs, itemsize=itemsize),
+            times / slower * matmul_seconds(run, each, outputs, inputs, itemsize=behind),
             times * matmul_seconds(run, inputs, each, outputs, itemsize=itemsize),
         )
     longer = 1 + LAST_TILES * count / rows
@@ -48,8 +50,8 @@ def expert_linear(run: Run, one: Linear) -> tuple[float, float, float]:
 
 
 def runs_one_by_one(run: Run) -> bool:
-    """Whether experts run one after the other."""
-    return bool(run.shape.experts) and run.traits.experts != "grouped" and not run.compiled
+    """Whether experts run one after the other, also in compiled blocks: which tokens an expert has is data."""
+    return bool(run.shape.experts) and run.traits.experts != "grouped"
 
 
 def visited(run: Run) -> float:
@@ -61,9 +63,9 @@ def visited(run: Run) -> float:
 
 
 def times_run(run: Run, one: Linear) -> float:
-    """How many layers of this name a micro-batch passes in a block: one for each expert that runs on its own."""
-    modules = run.traits.experts == "modules" and not run.compiled
-    return visited(run) if run.shape.experts and modules and one.reads in MLP else 1.0
+    """How many layers of this name run in a block per micro-batch: one for each expert that runs on its own."""
+    modules = bool(run.shape.experts) and run.traits.experts == "modules"
+    return visited(run) if modules and one.reads in MLP else 1.0
 
 
 def routed_kernels(run: Run) -> tuple[list[Kernel], list[Kernel]]:

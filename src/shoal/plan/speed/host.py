@@ -1,7 +1,9 @@
 """The host's time: what it takes to launch a micro-batch's kernels, which a faster device waits for."""
 
-from shoal.plan.memory.states import adapted
-from shoal.plan.run.blocks import Linear, linears
+from collections.abc import Sequence
+
+from shoal.plan.memory.states import adapted, has_joined_experts, quantizable
+from shoal.plan.run.blocks import MLP, Linear, linears
 from shoal.plan.run.run import Run
 from shoal.plan.speed.experts import experts_host, experts_waiting, times_run
 from shoal.plan.speed.int8 import int8_host, int8_waiting
@@ -91,17 +93,20 @@ def host_seconds(run: Run, blocks: int) -> float:
 
 def launch_gaps(run: Run, blocks: int) -> float:
     """Seconds that the device is idle between the eager kernels of a micro-batch, and where the host has waited."""
-    if run.compiled or run.gpu.is_cpu:
+    if run.gpu.is_cpu:
         return 0.0
+    waiting = (experts_waiting(run) + int8_waiting(run)) * GRACE_HOST.get(run.gpu.host_link.name, 1.0)
+    if run.compiled:
+        return waiting * blocks
     kernels = block_operations(run)
     if run.adapter is not None:
         kernels += sum(times_run(run, one) * _adapter_launches(run, one)[1] for one in adapted(run))
-        kernels += DORA_KERNELS * len(adapted(run)) * (run.adapter.dora and run.traits.peft)
+        kernels += DORA_KERNELS * _adapted_layers(run) * (run.adapter.dora and run.traits.peft)
     if run.casts_weights:
         kernels *= AUTOCAST_HOST
     # A forward pass has a third of the kernels of both.
     again = (run.repeated_share + run.reference_pass) / 3
-    return (GAP * kernels * (1 + again) + experts_waiting(run) + int8_waiting(run)) * blocks
+    return (GAP * kernels * (1 + again) + waiting) * blocks
 
 
 def _launching(run: Run, blocks: int) -> float:
@@ -111,20 +116,20 @@ def _launching(run: Run, blocks: int) -> float:
         block = ENGINE_BLOCK_HOST if _has_engine(run) else block
         # Kernels that are fused by hand are launched one by one, also those of a recomputed forward pass.
         again = FORWARD_HOST * block * run.repeated_share if run.traits.fused_by_hand else 0.0
-        return (block + again + _unit_hooks(run)) * blocks
+        return (block + again + experts_host(run) + _unit_hooks(run)) * blocks
     block = EAGER_BLOCK_HOST
     if not run.compiled:
         block *= _relative_operations(run)
     if run.adapter is not None:
         block += sum(times_run(run, one) * _adapter_launches(run, one)[0] for one in adapted(run))
         if run.adapter.dora and run.traits.peft:
-            block += DORA_HOST * len(adapted(run))
+            block += DORA_HOST * _adapted_layers(run)
         if run.in_int8:
             block += int8_host(run)
         elif run.adapter.quantize is not None:
             bare = run.adapter.quantize != "gptq" and run.layer_bytes == run.compute_bytes
             each = DEQUANTIZED_HOST if bare else QUANTIZED_HOST
-            block += each * sum(times_run(run, one) for one in linears(run.shape, joined=run.traits.fused_qkv))
+            block += each * sum(times_run(run, one) for one in quantizable(run))
     if run.casts_weights:
         block *= AUTOCAST_HOST
     if run.traits.dtensors and run.mesh.tp > 1:
@@ -154,6 +159,11 @@ def _relative_operations(run: Run) -> float:
     return block_operations(run) / LLAMA_OPERATIONS * (ENCODER_HOST if run.shape.traits.post_norm else 1.0)
 
 
+def _adapted_layers(run: Run) -> float:
+    """The adapted layers of a block that a micro-batch reaches."""
+    return sum(times_run(run, one) for one in adapted(run))
+
+
 def _adapter_launches(run: Run, one: Linear) -> tuple[float, int]:
     """Host time and kernels of one adapted layer."""
     if run.fuses_adapter(one.name) or not run.traits.peft:
@@ -181,14 +191,21 @@ def _reads_overflow(run: Run) -> bool:
     return scales and (run.traits.foreach_step or run.optimizer != "adamw")
 
 
+def _stored(run: Run, layers: Sequence[Linear]) -> int:
+    """How many tensors these layers of a block are: one for each expert that is a module."""
+    joined = not run.shape.experts or has_joined_experts(run)
+    return sum(1 if joined or one.reads not in MLP else run.shape.experts for one in layers)
+
+
 def step_host_seconds(run: Run, blocks: int, device: float) -> float:
     """Host time of an optimizer step that the device, which needs `device` seconds for it, waits for."""
     if run.gpu.is_cpu or not (run.traits.waits_for_loss or _reads_overflow(run)):
         return 0.0
     if run.adapter is not None:
-        tensors, each = 2 * len(adapted(run)) * blocks, ADAPTER_TENSOR_HOST
+        tensors, each = 2 * _stored(run, adapted(run)) * blocks, ADAPTER_TENSOR_HOST
     else:
-        tensors, each = (len(linears(run.shape, joined=run.traits.fused_qkv)) + 2) * blocks, TENSOR_HOST
+        tensors = (_stored(run, linears(run.shape, joined=run.traits.fused_qkv)) + 2) * blocks
+        each = TENSOR_HOST
     slower = GRACE_HOST.get(run.gpu.host_link.name, 1.0)
     launched = tensors * OPTIMIZER_HOST.get(run.optimizer, 0.0) * slower
     return (STEP_HOST + tensors * each) * slower + max(0.0, launched - device)

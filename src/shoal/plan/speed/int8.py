@@ -5,9 +5,11 @@ which the host reads, are multiplied in 16 bits. Backward, the matrix is dequant
 and the gradient of the input is a matmul in that: in fp32 if PEFT has upcast the norms before it.
 """
 
-from shoal.plan.run.blocks import Linear, linears
+from shoal.plan.memory.states import quantizable
+from shoal.plan.run.blocks import Linear
 from shoal.plan.run.run import Run
 from shoal.plan.speed.eager import Kernel, cast, kernel_seconds
+from shoal.plan.speed.experts import times_run
 from shoal.plan.speed.kernels import Seconds
 
 # The first devices that multiply in int8.
@@ -23,7 +25,7 @@ def int8_kernels(run: Run) -> Seconds:
     ahead: list[Kernel] = []
     back: list[Kernel] = []
     matrices = 0.0, 0.0
-    for one in linears(run.shape, joined=run.traits.fused_qkv):
+    for one in quantizable(run):
         inputs, outputs = one.local_sizes(run.mesh.tp)
         read = run.read_bytes(one.reads)
         kernels = _in_layouts if run.traits.int8_layouts else _in_rows
@@ -66,6 +68,8 @@ def _in_layouts(run: Run, inputs: float, outputs: float, read: int) -> tuple[lis
 def _whole_matrix(run: Run, one: Linear, read: int) -> Seconds:
     """Its matrix in the dtype of the input, times its scales; before, out of the layout."""
     elements = one.parameters / run.mesh.tp
+    if (times := times_run(run, one)) > 1:
+        elements *= times / run.shape.routed
     back = [Kernel(1, 1 + read, unrolled=True), Kernel(1, 2 * read, unrolled=True)]
     if run.traits.int8_layouts:
         back += [Kernel(1, 2, unrolled=True)] * 3
@@ -77,12 +81,16 @@ def _whole_matrix(run: Run, one: Linear, read: int) -> Seconds:
 
 def int8_host(run: Run) -> float:
     """Host time of the 8-bit layers of a block, forward and backward."""
-    return HOST * len(linears(run.shape, joined=run.traits.fused_qkv)) if run.in_int8 else 0.0
+    return HOST * _layers(run) if run.in_int8 else 0.0
 
 
 def int8_waiting(run: Run) -> float:
     """Seconds that the device is idle in the forward passes of a block's 8-bit layers."""
     if not run.in_int8 or run.gpu.is_cpu:
         return 0.0
-    layers = len(linears(run.shape, joined=run.traits.fused_qkv))
-    return WAITING * layers * (1 + run.repeated_share + run.reference_pass)
+    return WAITING * _layers(run) * (1 + run.repeated_share + run.reference_pass)
+
+
+def _layers(run: Run) -> float:
+    """The 8-bit layers of a block that a micro-batch reaches."""
+    return sum(times_run(run, one) for one in quantizable(run))

@@ -39,18 +39,18 @@ TITAN_CUDNN: Month = (2025, 10)
 TITAN_GROUPED: Month = (2026, 2)
 # From July 2025 on PyTorch's nightly builds have nn.RMSNorm as one kernel.
 FUSED_RMS_NORM: Month = (2025, 8)
-# transformers 5 is the first version whose activation checkpointing is not reentrant by default.
-NOT_REENTRANT: Month = (2025, 12)
-# The same version computes experts by grouped matmuls; they were modules. From 5.5 on, and more from 5.17 on, until
-# 5.18 it filled with zeros what it computes for experts that other ranks have (transformers/integrations/moe.py).
-GROUPED_EXPERTS: Month = (2026, 2)
+# transformers 5 is the first version whose activation checkpointing is not reentrant by default. It computes experts by
+# grouped matmuls; they were modules. From 5.5 on, and more from 5.17 on, until 5.18 it filled with zeros what it
+# computes for experts that other ranks have (transformers/integrations/moe.py).
+NOT_REENTRANT: Month = (2026, 2)
+GROUPED_EXPERTS = NOT_REENTRANT
 MASKED_EXPERTS: tuple[tuple[Month, int], ...] = (((2026, 10), 0), ((2026, 9), 3), ((2026, 4), 2))
 # transformers 4.46: until then a model replaced its logits by an fp32 copy, and copied that without the last token;
 # from then on until version 5 it held the 16-bit ones beside it.
 HELD_LOGITS: Month = (2024, 11)
 # transformers' own models had causal masks of all positions in their blocks (GPT-NeoX's until 4.50, GPT-2's until 5),
 # and GPT-NeoX rotated in fp32 until 4.45.
-MASK_BUFFERS: dict[str, Month] = {"gpt_neox": (2025, 3), "gpt2": (2026, 1)}
+MASK_BUFFERS: dict[str, Month] = {"gpt_neox": (2025, 3), "gpt2": NOT_REENTRANT}
 WIDE_ROTARY: Month = (2024, 9)
 # The first versions of transformers whose models of a type have SDPA (`_supports_sdpa` in its modeling files): 4.36,
 # 4.37, 4.39, 4.41, 4.42, 4.45, 4.46 and 4.56.
@@ -146,7 +146,6 @@ def models_of(model_type: str, date: Month) -> dict[str, Any]:
         "wide_rotary": date < WIDE_ROTARY,
         "eager_attention": "always" if date < SDPA.get(model_type, (0, 0)) else "types",
         "experts": "grouped" if date >= GROUPED_EXPERTS else "modules",
-        "quantizes_experts": date < GROUPED_EXPERTS,
         "masked_experts": next((fills for since, fills in MASKED_EXPERTS if date >= since), 0),
     }
 

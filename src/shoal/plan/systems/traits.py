@@ -121,12 +121,13 @@ class SystemTraits:
     # A 4-bit matmul saves its input for the backward pass: bitsandbytes before 0.43.2 (MatMul4Bit in
     # bitsandbytes/autograd/_functions.py).
     quantized_keep_inputs: bool = False
+    # 8-bit layers keep their matrices in layouts for the int8 matmuls of Turing and Ampere, and return the dtype of
+    # their input under autocast too: bitsandbytes before 0.45 (MatMul8bitLt in
+    # bitsandbytes/autograd/_functions.py).
+    int8_layouts: bool = False
     # Without packing, every sequence is padded to data.max_length; else to the longest of its micro-batch, so that
     # lengths differ from one to the next.
     pads_to_length: bool = False
-    # 8-bit layers keep their matrices in layouts for the int8 matmuls of Turing and Ampere, and return the dtype of
-    # their input under autocast too: bitsandbytes before 0.45 (MatMul8bitLt in the same file).
-    int8_layouts: bool = False
     # The loop holds the logits until it has the next ones, and with their graph what bitsandbytes keeps in its autograd
     # functions (`ctx.tensors`); the backward pass frees only what is saved as PyTorch wants it.
     holds_last_logits: bool = False
@@ -142,16 +143,14 @@ class SystemTraits:
     # Quantized matrices are dequantized to fp16 and then cast to bf16: two copies at a time (bitsandbytes before 0.43,
     # Params4bit.cuda in bitsandbytes/nn/modules.py).
     dequantizes_in_half: bool = False
-    # The experts of a mixture are computed by grouped matmuls; or they are modules that run one after the other, or
-    # slices of one tensor that do.
+    # The experts of a mixture are one tensor, which grouped matmuls compute; or they are modules that run one after the
+    # other, whose linear layers are quantized too and have adapters of their own; or slices of one tensor that do.
     experts: Literal["grouped", "modules", "slices"] = "grouped"
     # Grouped matmuls are in the dtype of the weights under autocast too, which does not know of them.
     wide_experts: bool = False
-    # What the experts read and return is filled with zeros where it is of other ranks' experts, also if there are none:
-    # 2, and 3 where what is between their layers is filled too.
+    # What experts of other ranks would read and return is filled with zeros, also where no rank has others: 2, and 3 if
+    # what is between their layers is filled too.
     masked_experts: int = 0
-    # Each expert has linear layers of its own, which are quantized too; else all experts are one tensor, which is not.
-    quantizes_experts: bool = False
     # The scales of 4-bit blocks are no parameters, so that every rank keeps all of them on its device (bitsandbytes'
     # quant_state); else they are sharded and offloaded with the weights.
     replicates_scales: bool = False
