@@ -22,20 +22,15 @@ WAITING, HOST = 0.53e-3, 0.86e-3
 
 def int8_kernels(run: Run) -> Seconds:
     """Seconds of the kernels around the matmuls of a block."""
-    ahead: list[Kernel] = []
-    back: list[Kernel] = []
-    matrices = 0.0, 0.0
+    around = _in_layouts if run.traits.int8_layouts else _in_rows
+    forward = backward = 0.0
     for one in quantizable(run):
-        inputs, outputs = one.local_sizes(run.mesh.tp)
         read = run.read_bytes(one.reads)
-        kernels = _in_layouts if run.traits.int8_layouts else _in_rows
-        forward, backward = kernels(run, inputs, outputs, read)
-        ahead, back = ahead + forward, back + backward
-        again = _whole_matrix(run, one, read)
-        matrices = matrices[0] + again.forward, matrices[1] + again.backward
-    return Seconds(
-        kernel_seconds(run, ahead, run.tokens) + matrices[0], kernel_seconds(run, back, run.tokens) + matrices[1]
-    )
+        ahead, back = around(run, *one.local_sizes(run.mesh.tp), read)
+        whole = _whole_matrix(run, one, read)
+        forward += kernel_seconds(run, ahead, run.tokens) + whole.forward
+        backward += kernel_seconds(run, back, run.tokens) + whole.backward
+    return Seconds(forward, backward)
 
 
 def multiplies_dequantized(run: Run) -> bool:
