@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shoal.plan.report import Plan
+from shoal.plan.report import Plan, memory_of
 from tests.plan.planning import plan
 
 MEASURED = Path(__file__).parents[3] / "benchmarks" / "gpu" / "trainer_h200" / "trainer.jsonl"
@@ -14,7 +14,7 @@ INT8 = ("adapter.kind=qlora", "adapter.quantize=int8", "train.precision=bf16-tru
 
 
 def step(found: Plan) -> float:
-    return float(found.as_dict()["speed"]["step_seconds"])
+    return found.choice.speed.step_seconds
 
 
 def asked(row: dict[str, Any]) -> Plan:
@@ -37,11 +37,11 @@ def test_steps_on_an_h200_take_what_they_took_when_measured() -> None:
     rows = [row for row in rows if (row.get("adapter") or {}).get("quantize") == "int8"]
     assert len(rows) == 3
     for row in rows:
-        found = asked(row).as_dict()
-        assert found["speed"]["tokens_per_second_per_gpu"] == pytest.approx(row["tokens_per_second_per_gpu"], rel=0.15)
+        found = asked(row).choice
+        assert found.speed.tokens_per_second_per_gpu == pytest.approx(row["tokens_per_second_per_gpu"], rel=0.15)
         # All channels that the last layer of its MLP read had large values, of random weights: one more copy of them.
         copies = 2 * row["micro_batch"] * row["sequence"] * 14_336 * 32 / 2**30
-        assert found["memory"]["allocated_gib"] + copies == pytest.approx(row["allocated_gib"], rel=0.01)
+        assert found.memory.allocated / 2**30 + copies == pytest.approx(row["allocated_gib"], rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_the_gradients_of_upcast_inputs_are_matmuls_in_fp32(device: str, system:
     )
     traits = ("reentrant=true", "foreach_step=false")
     found = plan(*settings, "adapter.quantize=int8", system=system, traits=traits)
-    assert found.as_dict()["speed"]["tokens_per_second_per_gpu"] == pytest.approx(tokens, rel=0.12)
+    assert found.choice.speed.tokens_per_second_per_gpu == pytest.approx(tokens, rel=0.12)
     assert step(found) > 2 * step(plan(*settings, "adapter.quantize=nf4", system=system, traits=traits))
 
 
@@ -68,20 +68,18 @@ def test_checkpointing_leaves_the_inputs_of_8_bit_layers_where_they_are() -> Non
         *("train.recompute=full", *INT8),
     )
 
-    def held(system: str) -> float:
-        terms = plan(*settings, system=system).as_dict()["memory"]["terms"]
+    def held(*more: str, system: str = "huggingface") -> float:
+        terms = memory_of(plan(*settings, *more, system=system).choice)["terms"]
         return float(terms["activations"].get("inputs of 8-bit layers", 0.0))
 
     tokens, hidden = 4096, 4096
     each = tokens * (2 * 4 * hidden + 2 * hidden + 2 * 14_336)
-    assert held("huggingface") == pytest.approx(32 * each / 2**30, rel=0.01)
-    assert held("huggingface@2023-11") == 0
+    assert held() == pytest.approx(32 * each / 2**30, rel=0.01)
+    assert held(system="huggingface@2023-11") == 0
     # Inputs of blocks in host memory do not change that, and one norm for attention and MLP has one output.
-    offloaded = plan(*settings, "train.recompute=offload", system="huggingface").as_dict()["memory"]["terms"]
-    assert offloaded["activations"]["inputs of 8-bit layers"] == pytest.approx(32 * each / 2**30, rel=0.01)
-    shared = plan(*settings, "model.shape=phi-2", system="huggingface").as_dict()["memory"]["terms"]["activations"]
+    assert held("train.recompute=offload") == pytest.approx(32 * each / 2**30, rel=0.01)
     of_phi = tokens * (4 * 2560 + 2 * 2560 + 2 * 10_240)
-    assert shared["inputs of 8-bit layers"] == pytest.approx(32 * of_phi / 2**30, rel=0.01)
+    assert held("model.shape=phi-2") == pytest.approx(32 * of_phi / 2**30, rel=0.01)
 
 
 def test_experts_are_8_bit_layers_only_where_they_are_modules() -> None:
