@@ -42,7 +42,8 @@ MEASURED = (
     *(f"drawn_h200/{name}.jsonl" for name in ("sft", "loops", "unsloth")),
     *(f"mixtures_h200/{name}.jsonl" for name in ("transformers5", "transformers4")),
 )
-DRAWN = {f"{name}-h200-drawn" for name in ("trainer", "sft", "loops", "unsloth", "mixtures")}
+MIXTURES = "mixtures-h200-drawn"
+DRAWN = {f"{name}-h200-drawn" for name in ("trainer", "sft", "loops", "unsloth")} | {MIXTURES}
 # Sets that are also told together, from the error of each figure in `first.json`.
 TOGETHER = {
     "the eighth to the tenth together": tuple(
@@ -201,6 +202,7 @@ def groups(unseen: list[Figure]) -> list[tuple[str, list[Figure]]]:
         ("systems that are modelled", modelled),
         ("– runs on an H200 drawn at random", drawn),
         ("– of these, steps that hardly wait for their host", [one for one in drawn if _hardly_waits(one)]),
+        ("– of these, mixtures of experts", [one for one in drawn if one.row.source == MIXTURES]),
         ("other sources", unseen),
         ("– new sources", new),
         ("– new sources, by name and month alone", named_figures()[0]),

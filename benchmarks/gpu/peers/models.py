@@ -13,9 +13,9 @@ from shoal.models.anatomy import read_anatomy
 from shoal.models.families import transformers_config
 from shoal.models.weights import Weights, materialize
 
-# int8 layers multiply channels beyond their threshold of 6 in 16 bits. Models of 6.7 billion parameters and more have a
-# few of these in all layers (Dettmers et al. 2022, LLM.int8()).
-LARGE_CHANNELS, LARGE = 6, 20.0
+# int8 layers multiply outlier channels, beyond a threshold of 6, in 16 bits. Models of 6.7 billion parameters and more
+# have a few of these in all layers (Dettmers et al. 2022, LLM.int8()).
+OUTLIER_CHANNELS, OUTLIER = 6, 20.0
 
 
 def device() -> torch.device:
@@ -73,7 +73,7 @@ def quantize(model: Any, kind: str = "nf4") -> None:
             block.set_submodule(name, small.to(device()))
         if kind == "int8":
             for norm in (block.input_layernorm, block.post_attention_layernorm):
-                norm.weight.data[:LARGE_CHANNELS] = LARGE
+                norm.weight.data[:OUTLIER_CHANNELS] = OUTLIER
     # peft chooses its layer for quantized weights by this attribute.
     setattr(model, "is_loaded_in_4bit" if kind == "nf4" else "is_loaded_in_8bit", True)
 

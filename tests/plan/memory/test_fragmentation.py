@@ -90,7 +90,7 @@ def test_the_trainers_runs_on_an_h200_reserve_what_is_forecast(monkeypatch: pyte
     from plan_published import read_measured
 
     path = ROOT / "benchmarks" / "gpu" / "trainer_h200" / "trainer.jsonl"
-    # Without those of 8-bit layers, which saved large values that only random weights have.
+    # Without those of 8-bit layers, which saved outliers that only random weights have.
     found = [(one, json.loads(line)) for one, line in zip(read_measured(path), path.open(), strict=True)]
     found = [(one, line) for one, line in found if (line.get("adapter") or {}).get("quantize") != "int8"]
     rows = [one for one, _ in found]

@@ -39,7 +39,7 @@ def test_steps_on_an_h200_take_what_they_took_when_measured() -> None:
     for row in rows:
         found = asked(row).choice
         assert found.speed.tokens_per_second_per_gpu == pytest.approx(row["tokens_per_second_per_gpu"], rel=0.15)
-        # All channels that the last layer of its MLP read had large values, of random weights: one more copy of them.
+        # All channels that the last layer of its MLP read had outliers, of random weights: one more copy of them.
         copies = 2 * row["micro_batch"] * row["sequence"] * 14_336 * 32 / 2**30
         assert found.memory.allocated / 2**30 + copies == pytest.approx(row["allocated_gib"], rel=0.01)
 

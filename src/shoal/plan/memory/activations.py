@@ -275,11 +275,10 @@ def needed(run: Run) -> set[str]:
     adapter = run.adapter
     if adapter is None:
         return {one.reads for one in matrices} if run.trained.blocks else set()
-    if quantized_input_bytes(run, "inner"):
-        return {one.reads for one in matrices}
+    saved = {one.reads for one in matrices if quantized_input_bytes(run, one.reads)}
     if dropped_inputs(run):
-        return set()
-    return {one.reads for one in matrices if one.name in adapter.targets}
+        return saved
+    return saved | {one.reads for one in matrices if one.name in adapter.targets}
 
 
 def quantized_input_bytes(run: Run, reads: str) -> int:

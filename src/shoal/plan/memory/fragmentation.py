@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
-from shoal.catalogue.optimizers import find_optimizer
 from shoal.plan.memory.replay import Steps
+from shoal.plan.memory.replayed_states import state_widths
 from shoal.plan.memory.segments import Allocator, left_beside
 from shoal.plan.run.blocks import MLP, linears
 from shoal.plan.run.run import Run
@@ -40,7 +40,7 @@ def fragmented(run: Run, limit: float = math.inf) -> float:
 
 def _beside_experts(run: Run) -> float:
     """What the matrices of experts leave of their segments, where each is a tensor of its own: with their gradients and
-    state they are many of the same size, and the replay has only those that a token passes."""
+    state they are many of the same size, and the replay has only those that a token is routed to."""
     shape, quantized = run.shape, run.adapter is not None and run.adapter.quantize is not None
     if not shape.experts or run.traits.experts != "modules" or run.sharded or quantized:
         return 0.0
@@ -54,10 +54,7 @@ def _beside_experts(run: Run) -> float:
     found = left(run.weight_bytes)
     if run.trained.blocks:
         found += left(run.gradient_bytes or run.trained_bytes)
-        if run.offload == "none" and not run.paged_optimizer:
-            optimizer = find_optimizer(run.optimizer)
-            count = max(1, optimizer.state_tensors)
-            found += count * left(optimizer.bytes_per_parameter(run.trained_bytes) / count) / run.optimizer_shards
+        found += sum(left(width) for width in state_widths(run)) / run.optimizer_shards
     return found
 
 

@@ -12,6 +12,16 @@ from shoal.plan.run.run import Run
 Name = tuple[int | str, ...]  # of a trained matrix
 
 
+def state_widths(run: Run) -> list[float]:
+    """Bytes per parameter of each tensor of optimizer state that is on the device and of its parameter's size."""
+    optimizer = find_optimizer(run.optimizer)
+    stateless = optimizer.factored or (optimizer.state_option == "momentum" and not run.momentum)
+    if stateless or run.paged_optimizer or run.offload != "none":
+        return []
+    count = max(1, optimizer.state_tensors)
+    return [optimizer.bytes_per_parameter(run.trained_bytes) / count] * count
+
+
 class ReplayedStates:
     """The tensors of a rank's weights, gradients and optimizer state."""
 
@@ -98,16 +108,12 @@ class ReplayedStates:
         updated = [size for _, size in self._trained_tensors()]
         # FSDP shards each tensor; PyTorch's ZeRO-1 has whole ones by turns.
         updated = [size / run.shards for size in updated] if run.sharded else updated[:: run.optimizer_shards]
-        optimizer = find_optimizer(run.optimizer)
-        each = optimizer.bytes_per_parameter(run.trained_bytes)
-        count = max(1, optimizer.state_tensors)
-        stateless = optimizer.factored or (optimizer.state_option == "momentum" and not run.momentum)
-        if not self.optimizer and not stateless and not run.paged_optimizer and run.offload == "none":
-            for size in updated:
-                self.optimizer += [memory.take(size * each / count) for _ in range(count)]
+        if not self.optimizer:
+            widths = state_widths(run)
+            self.optimizer = [memory.take(size * width) for size in updated for width in widths]
         if run.traits.foreach_step and run.optimizer == "adamw":
             memory.give(*[memory.take(size * run.trained_bytes) for size in updated])
-        if optimizer.factored:
+        if find_optimizer(run.optimizer).factored:
             for size in updated:
                 memory.give(*[memory.take(size * 4) for _ in range(adafactor_copies(run))])
         memory.give(*self.gradients.values())

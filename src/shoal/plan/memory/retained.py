@@ -16,7 +16,8 @@ def last_micro_batch(run: Run, rank: Rank) -> float:
     if not run.traits.holds_last_logits or run.varied_lengths or not rank.last:
         return 0.0
     inputs = {one.reads: one.local_sizes(run.mesh.tp)[0] for one in linears(run.shape)}
-    kept = run.tokens * sum(inputs.values()) * quantized_input_bytes(run, "inner") * rank.blocks
+    saved = sum(width * quantized_input_bytes(run, reads) for reads, width in inputs.items())
+    kept = run.tokens * saved * rank.blocks
     vocabulary = run.shape.vocab / run.mesh.tp
     logits = 2 * run.head_tokens * vocabulary * run.compute_bytes
     matrix = vocabulary * run.shape.hidden * dequantized_bytes(run) if has_quantized_head(run) else 0.0

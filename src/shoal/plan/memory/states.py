@@ -47,10 +47,8 @@ def adapter_parameters(run: Run, blocks: int) -> float:
         # Tensor parallelism shards the low-rank matrix on the sharded side of the layer.
         inputs, outputs = one.local_sizes(run.mesh.tp)
         times = 1
-        if one.reads in MLP and run.shape.experts and run.traits.experts == "modules":
-            # One for each expert, in place of one for all of a token's.
-            times, routed = run.shape.experts, run.shape.routed
-            inputs, outputs = (inputs / routed, outputs) if one.row else (inputs, outputs / routed)
+        if is_expert_module(run, one):  # one for each expert, in place of one for all of a token's
+            times, (inputs, outputs) = run.shape.experts, one.of_one_expert(run.mesh.tp, run.shape.routed)
         found += times * (adapter.rank * (inputs + outputs) + (outputs if adapter.dora else 0))
     return found * blocks
 
@@ -245,6 +243,11 @@ def quantizable(run: Run) -> list[Linear]:
 def has_joined_experts(run: Run) -> bool:
     """Whether all experts of a block are one tensor, which is no linear layer."""
     return bool(run.shape.experts) and run.traits.experts != "modules"
+
+
+def is_expert_module(run: Run, one: Linear) -> bool:
+    """Whether a layer stands for one of each expert of a block."""
+    return bool(run.shape.experts) and run.traits.experts == "modules" and one.reads in MLP
 
 
 def has_quantized_head(run: Run) -> bool:

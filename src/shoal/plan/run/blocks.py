@@ -27,6 +27,11 @@ class Linear:
     def parameters(self) -> int:
         return self.inputs * self.outputs
 
+    def of_one_expert(self, degree: int, routed: int) -> tuple[float, float]:
+        """`local_sizes` of one of the `routed` experts of a token, of which a layer of an MLP has the width of all."""
+        inputs, outputs = self.local_sizes(degree)
+        return (inputs / routed, outputs) if self.row else (inputs, outputs / routed)
+
     def local_sizes(self, degree: int) -> tuple[float, float]:
         """(inputs, outputs) on a tensor-parallel rank."""
         return (self.inputs / degree, self.outputs) if self.row else (self.inputs, self.outputs / degree)

@@ -72,7 +72,7 @@ class Run(Settings):
     def layer_bytes(self) -> int:
         """Bytes per element of what a block's linear layers return. A quantized layer computes in 16 bits and returns
         the dtype of its input, which is fp32 if all else is upcast (Linear4bit in bitsandbytes/nn/modules.py). To what
-        an 8-bit one returns, autocast adds the channels of large values in 16 bits."""
+        an 8-bit one returns, autocast adds the product of outlier channels in 16 bits."""
         wide = self.adapter is not None and self.adapter.upcasts and self.adapter.quantize is not None
         if wide and self.in_int8 and self.autocasts and not self.traits.int8_layouts:
             return self.compute_bytes

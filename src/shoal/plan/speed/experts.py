@@ -5,7 +5,8 @@ Before, experts were modules that run one after the other: the host reads which 
 and waits for the device both times, so that a block with many small experts takes as long as the host.
 """
 
-from shoal.plan.run.blocks import MLP, Linear
+from shoal.plan.memory.states import is_expert_module
+from shoal.plan.run.blocks import Linear
 from shoal.plan.run.run import Run
 from shoal.plan.speed.eager import Kernel
 from shoal.plan.speed.kernels import matmul_seconds
@@ -28,8 +29,7 @@ def expert_linear(run: Run, one: Linear) -> tuple[float, float, float]:
     """(forward pass, gradient of the input, gradient of the weight) of a layer of all experts on one rank, which has
     the width of all experts of a token."""
     routed, count = run.shape.routed, visited(run)
-    inputs, outputs = one.local_sizes(run.mesh.tp)
-    inputs, outputs = (inputs / routed, outputs) if one.row else (inputs, outputs / routed)
+    inputs, outputs = one.of_one_expert(run.mesh.tp, routed)
     rows, itemsize, fp8 = run.tokens * routed, run.expert_bytes, run.precision == "fp8"
     if runs_one_by_one(run) or itemsize > run.compute_bytes:
         # In fp32, grouped matmuls are matmuls one after the other too, without waiting for the host.
@@ -64,8 +64,7 @@ def visited(run: Run) -> float:
 
 def times_run(run: Run, one: Linear) -> float:
     """How many layers of this name run in a block per micro-batch: one for each expert that runs on its own."""
-    modules = bool(run.shape.experts) and run.traits.experts == "modules"
-    return visited(run) if modules and one.reads in MLP else 1.0
+    return visited(run) if is_expert_module(run, one) else 1.0
 
 
 def routed_kernels(run: Run) -> tuple[list[Kernel], list[Kernel]]:
@@ -100,7 +99,7 @@ def _one_by_one(run: Run, rows: float) -> tuple[list[Kernel], list[Kernel]]:
     behind += [Kernel(rows, 2 * itemsize), scattered, Kernel(visited(run) * shape.hidden, 4 * itemsize)]
     weights = visited(run) * shape.hidden * shape.ffn / shape.routed * (3 if shape.traits.gated else 2) / run.tokens
     if run.casts_weights:
-        # Of these weights, as many as a token passes are counted with those of other layers.
+        # Of these weights, those of the experts that a token is routed to are counted with other layers'.
         others = weights * (1 - shape.routed / visited(run))
         inputs = rows * (2 if shape.traits.gated else 1)
         ahead += [Kernel(others, run.weight_bytes + narrow), Kernel(inputs, itemsize + narrow)]

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from shoal.plan.memory.states import adapted, has_joined_experts, quantizable
-from shoal.plan.run.blocks import MLP, Linear, linears
+from shoal.plan.memory.states import adapted, is_expert_module, quantizable
+from shoal.plan.run.blocks import Linear, linears
 from shoal.plan.run.run import Run
 from shoal.plan.speed.experts import experts_host, experts_waiting, times_run
 from shoal.plan.speed.int8 import int8_host, int8_waiting
@@ -193,8 +193,7 @@ def _reads_overflow(run: Run) -> bool:
 
 def _stored(run: Run, layers: Sequence[Linear]) -> int:
     """How many tensors these layers of a block are: one for each expert that is a module."""
-    joined = not run.shape.experts or has_joined_experts(run)
-    return sum(1 if joined or one.reads not in MLP else run.shape.experts for one in layers)
+    return sum(run.shape.experts if is_expert_module(run, one) else 1 for one in layers)
 
 
 def step_host_seconds(run: Run, blocks: int, device: float) -> float:

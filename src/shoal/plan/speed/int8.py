@@ -1,8 +1,9 @@
 """Layers in 8 bits, as bitsandbytes computes them (MatMul8bitLt in bitsandbytes/autograd/_functions.py).
 
-Forward, inputs are quantized by row, multiplied in int8, and dequantized; channels with values beyond a threshold,
-which the host reads, are multiplied in 16 bits. Backward, the matrix is dequantized to the dtype of the layer's input,
-and the gradient of the input is a matmul in that: in fp32 if PEFT has upcast the norms before it.
+Forward, inputs are quantized by row, multiplied in int8, and dequantized; outlier channels, with values beyond a
+threshold, are multiplied in 16 bits, and the host reads which these are. Backward, the matrix is dequantized to the
+dtype of the layer's input, and the gradient of the input is a matmul in that: in fp32 if PEFT has upcast the norms
+before it.
 """
 
 from shoal.plan.memory.states import quantizable
@@ -14,9 +15,9 @@ from shoal.plan.speed.kernels import Seconds
 
 # The first devices that multiply in int8.
 TURING = (7, 5)
-# Seconds that the device is idle in the forward pass of a layer, whose host has waited for the channels to multiply in
-# 16 bits, and now launches some 25 kernels: what steps on an H200 (benchmarks/gpu/trainer_h200/trainer.jsonl) have
-# beside busy_ms and between_ms of kernels.jsonl there. Host time of both passes: steps of one sequence of 512 tokens.
+# Seconds that the device is idle in the forward pass of a layer, whose host has waited to know its outlier channels and
+# now launches some 25 kernels: what steps on an H200 (benchmarks/gpu/trainer_h200/trainer.jsonl) have beside busy_ms
+# and between_ms of kernels.jsonl there. Host time of both passes: steps of one sequence of 512 tokens.
 WAITING, HOST = 0.53e-3, 0.86e-3
 
 
@@ -39,7 +40,7 @@ def multiplies_dequantized(run: Run) -> bool:
 
 
 def _in_rows(run: Run, inputs: float, outputs: float, read: int) -> tuple[list[Kernel], list[Kernel]]:
-    """Large values are searched in four kernels. Autocast adds their product, in 16 bits, to what it casts to that."""
+    """Outliers are searched in four kernels. Autocast adds their product, in 16 bits, to what it casts to that."""
     made = run.compute_bytes
     ahead = [Kernel(inputs, 2 + read, unrolled=read == made), Kernel(inputs, 4), Kernel(inputs, 3)]
     ahead += [Kernel(inputs, 4)] * 2 + [Kernel(inputs, 3, unrolled=True)]
