@@ -41,9 +41,10 @@ MEASURED = (
     *("trainer_h200/trainer.jsonl", "trainer_h200/drawn.jsonl"),
     *(f"drawn_h200/{name}.jsonl" for name in ("sft", "loops", "unsloth")),
     *(f"mixtures_h200/{name}.jsonl" for name in ("transformers5", "transformers4")),
+    "deepspeed_h200/drawn.jsonl",
 )
 MIXTURES = "mixtures-h200-drawn"
-DRAWN = {f"{name}-h200-drawn" for name in ("trainer", "sft", "loops", "unsloth")} | {MIXTURES}
+DRAWN = {f"{name}-h200-drawn" for name in ("trainer", "sft", "loops", "unsloth", "deepspeed")} | {MIXTURES}
 # Sets that are also told together, from the error of each figure in `first.json`.
 TOGETHER = {
     "the eighth to the tenth together": tuple(

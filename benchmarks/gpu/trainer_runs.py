@@ -111,7 +111,8 @@ def name(case: dict[str, Any]) -> str:
         kind = f"{base}lora-r{adapter['rank']}"
     if adapter is not None and adapter["targets"] != LINEAR:
         kind += f"-{len(adapter['targets'])}"
-    others = [str(case[key]) for key in ("attention", "optimizer", "layers", "experts") if key in case]
+    others = [case["strategy"]] if case["strategy"] != "single" else []
+    others += [str(case[key]) for key in ("attention", "optimizer", "layers", "experts") if key in case]
     if case["recompute"] != "none":
         others.append("recompute")
     if case["compiled"]:
@@ -139,7 +140,9 @@ def measure(
     adapter, length = case.get("adapter"), case["sequence"]
     with tempfile.TemporaryDirectory() as folder:
         task = Task("hf_trainer", shape, length, case["micro_batch"], steps, "", time.time(), folder=folder)
-        dtype = torch.float32 if case["precision"] == "bf16-mixed" else torch.bfloat16
+        # DeepSpeed has weights in bf16, and makes fp32 masters itself.
+        wide = case["precision"] == "bf16-mixed" and case["strategy"] == "single"
+        dtype = torch.float32 if wide else torch.bfloat16
         model = make(task, dtype, "eager" if case.get("attention") == "scores" else "sdpa")
         if adapter is not None:
             if "quantize" in adapter:
@@ -164,6 +167,7 @@ def measure(
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
+            deepspeed=deepspeed_config(case["strategy"]),
         )
         data = RandomTokens(steps * case["micro_batch"] * case["accum"], length, resolve_shape(shape).vocab)
         trainer: Trainer = MeasuredTrainer(model=model, args=arguments, train_dataset=data, callbacks=[callback])
@@ -172,6 +176,18 @@ def measure(
         trainer.train()
         found = clock.result()
     return measured_row(case, found)
+
+
+def deepspeed_config(strategy: str) -> dict[str, Any] | None:
+    """DeepSpeed's defaults for one of its stages; None without DeepSpeed."""
+    if not strategy.startswith("zero"):
+        return None
+    auto = {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"}
+    return {
+        **dict.fromkeys(auto, "auto"),
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": int(strategy[4:])},
+    }
 
 
 def measured_row(case: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:

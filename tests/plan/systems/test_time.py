@@ -159,7 +159,7 @@ def test_zero3_of_deepspeed_waits_for_its_hooks_if_sequences_are_short():
             )
         )
 
-    assert step(256, "zero3") > 1.9 * step(256, "zero2")
+    assert step(256, "zero3") > 1.7 * step(256, "zero2")
     assert step(256, "zero3") == pytest.approx(step(512, "zero3"), rel=0.02)
     assert step(8192, "zero3") < 1.1 * step(8192, "zero2")
 

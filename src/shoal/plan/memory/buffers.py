@@ -62,10 +62,21 @@ def communication_buffers(run: Run, rank: Rank) -> Term:
         # It also keeps its outputs until the backward pass.
         outputs = in_flight * len(rank.stages) if run.traits.torch_pipeline else 0.0
         found.append(leaf("pipeline stage outputs", outputs * block_input(run)))
-    if run.traits.flattens_gradients and run.mixed and run.data_parallelism.shards_optimizer:
-        # The whole bucket, however little is trained. Megatron's gradients are reduced in the buffer that holds them.
-        found.append(leaf("gradient bucket", ZERO_BUCKET * run.reduced_bytes))
+    if not frees_bucket(run):
+        found.append(leaf("gradient bucket", gradient_bucket(run)))
     return group("communication buffers", *found)
+
+
+def gradient_bucket(run: Run) -> float:
+    """Bytes of the bucket that DeepSpeed reduces gradients in: all of it, however little is trained. Megatron's are
+    reduced in the buffer that holds them."""
+    flattens = run.traits.flattens_gradients and run.mixed and run.data_parallelism.shards_optimizer
+    return ZERO_BUCKET * run.reduced_bytes if flattens else 0.0
+
+
+def frees_bucket(run: Run) -> bool:
+    """Whether the bucket is there in the backward pass alone: _release_ipg_buffers of ZeRO-1 and 2."""
+    return run.traits.hooks_modules and not run.data_parallelism.shards_weights
 
 
 def adafactor_copies(run: Run) -> int:
@@ -96,10 +107,18 @@ def optimizer_temporaries(run: Run, rank: Rank) -> Term:
     if flattens and not run.data_parallelism.shards_optimizer:
         # All gradients in fp32, one by one and in one tensor (FP16_Optimizer in deepspeed/runtime/fp16).
         amount += trained * (4 + 4)
-    elif flattens and run.offload == "none":
-        # A rank's gradients in one tensor, and in fp32; with sharded weights one sub-group after the other.
-        own = trained / (run.shards * run.replicas)
-        if run.data_parallelism.shards_weights:
-            own = min(own, ZERO_SUB_GROUP)
-        amount += own * (run.reduced_bytes + 4)
+    elif flattens:
+        amount += sum(flat_gradients(run, rank))
     return leaf("optimizer temporaries", amount)
+
+
+def flat_gradients(run: Run, rank: Rank) -> tuple[float, ...]:
+    """Bytes of the tensors of a rank's gradients in DeepSpeed's step: in one tensor, and in fp32; with sharded weights
+    of one sub-group after the other."""
+    flattens = run.traits.flattens_gradients and run.mixed and run.reduced_bytes < 4
+    if not flattens or not run.data_parallelism.shards_optimizer or run.offload != "none":
+        return ()
+    own = trained_parameters(run, rank) / (run.shards * run.replicas)
+    if run.data_parallelism.shards_weights:
+        own = min(own, ZERO_SUB_GROUP)
+    return own * run.reduced_bytes, own * 4

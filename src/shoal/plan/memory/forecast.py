@@ -5,6 +5,7 @@ from functools import cached_property, lru_cache
 
 from shoal.catalogue.attention import AMPERE
 from shoal.plan.memory.activations import block_kept, buffer_bytes
+from shoal.plan.memory.buffers import flat_gradients, frees_bucket, gradient_bucket
 from shoal.plan.memory.expandable import RECOMPUTED_SLACK, gaps_between_blocks
 from shoal.plan.memory.fragmentation import fragmented, is_replayed
 from shoal.plan.memory.head import LOSS_BYTES, head
@@ -142,9 +143,10 @@ def _reserve(run: Run, rank: Rank, found: tuple[Moment, ...]) -> float:
         return 0.0
     highest = max(moment.tree.amount for moment in found)
     # FSDP's own streams do not share freed memory with the main one.
-    main = max(moment.tree.amount - moment.side for moment in found) if run.gathers_weights else highest
-    side = max(moment.side for moment in found) if run.gathers_weights else 0.0
-    slack, gaps = SHARDED_SLACK if run.gathers_weights else ALLOCATOR_SLACK, 0.0
+    streams = run.gathers_weights or (run.traits.hooks_modules and run.data_parallelism.shards_weights)
+    main = max(moment.tree.amount - moment.side for moment in found) if streams else highest
+    side = max(moment.side for moment in found) if streams else 0.0
+    slack, gaps = SHARDED_SLACK if streams else ALLOCATOR_SLACK, 0.0
     if is_replayed(run):
         slack = 0.0
         room = run.gpu.memory_gib * GIB - _context(run) - side
@@ -164,7 +166,24 @@ def _reserve(run: Run, rank: Rank, found: tuple[Moment, ...]) -> float:
     if run.traits.flattens_gradients:
         held = states(run, rank)
         solid = held.optimizer.amount + (held.weights.amount if run.adapter is None else 0.0)
+    gaps += _beside_flat_gradients(run, rank, found)
     return max(0.0, main + (main - solid) * slack + side - highest) + gaps
+
+
+def _beside_flat_gradients(run: Run, rank: Rank, found: tuple[Moment, ...]) -> float:
+    """Blocks that forward and backward pass have left and that DeepSpeed's step cannot use, because its tensors are
+    larger. If the device is full, the allocator frees them first."""
+    traits = run.traits
+    if not traits.hooks_modules or traits.expandable_segments or run.gathers_weights:
+        return 0.0
+    logits = 4 * run.head_tokens * run.shape.vocab if run.loss == "plain" else 0.0
+    largest = max(logits, run.tokens * run.shape.ffn * run.compute_bytes / run.mesh.tp)
+    passes = max(moment.tree.amount for moment in found[:-1])
+    highest = max(moment.tree.amount for moment in found)
+    bucket = gradient_bucket(run) if traits.counts_hooks and frees_bucket(run) else 0.0
+    needed = passes + sum(size for size in (bucket, *flat_gradients(run, rank)) if size > largest)
+    room = run.gpu.memory_gib * GIB - _context(run)
+    return max(0.0, min(needed, room) - highest)
 
 
 def _left_by_shorter_sequences(run: Run, rank: Rank, found: tuple[Moment, ...], needed: float) -> float:

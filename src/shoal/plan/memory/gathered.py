@@ -12,7 +12,7 @@ ZERO_LIVE = 1e9
 
 def live_parameters(run: Run, counts: Counts) -> float:
     """Unsharded weights that ZeRO-3 holds between forward and backward pass."""
-    if not (run.traits.hooks_modules and run.data_parallelism.shards_weights):
+    if not (run.traits.hooks_modules and run.gathers_weights):
         return 0.0
     return min(counts.all * run.compute_bytes, ZERO_LIVE * run.compute_bytes)
 
@@ -42,7 +42,7 @@ def gathered_around(run: Run, counts: Counts) -> float:
 def gathered_for_loss(run: Run, counts: Counts, matrix: float) -> float:
     """At the end of the forward pass, besides unsharded blocks: embedding and head, or the head (`matrix`) alone; and
     the all-gather output buffer of the last unit, the head or a block."""
-    if not run.sharded:
+    if not run.gathers_weights:
         return 0.0
     if run.separate_head_unit:
         head = matrix * run.compute_bytes

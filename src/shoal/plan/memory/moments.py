@@ -3,7 +3,14 @@
 from dataclasses import dataclass
 
 from shoal.plan.memory.activations import attention_masks, block_input, block_kept, held_by_functions
-from shoal.plan.memory.buffers import communication_buffers, mask_buffers, matmul_workspaces, optimizer_temporaries
+from shoal.plan.memory.buffers import (
+    communication_buffers,
+    frees_bucket,
+    gradient_bucket,
+    mask_buffers,
+    matmul_workspaces,
+    optimizer_temporaries,
+)
 from shoal.plan.memory.checkpointed import block_selected, block_without_parts
 from shoal.plan.memory.gathered import (
     gathered_around,
@@ -66,9 +73,11 @@ class _Step:
         self.kept, self.again = _activations(run, rank)
         self.transient = transient_gradients(run)
         self.buffers = communication_buffers(run, rank)
+        self.bucket = leaf("gradient bucket", gradient_bucket(run) if frees_bucket(run) else 0.0)
         # Gradients accumulated so far. They are freed after a step, so the first micro-batch starts without any; but
-        # DDP keeps its buckets.
-        self.accumulating = run.grad_accum_steps > 1 or run.data_parallelism.ddp
+        # DDP keeps its buckets. DeepSpeed's gradients are no views of buckets.
+        own = run.traits.hooks_modules and run.data_parallelism.shards_optimizer
+        self.accumulating = run.grad_accum_steps > 1 or (run.data_parallelism.ddp and not own)
         self.before = self.held.gradients if self.accumulating else NONE
         if run.sharded and (run.mesh.pp > 1 or run.accumulates_unsharded):
             self.before = NONE  # unsharded ones are accumulated instead, and reduce-scattered at the end of the step
@@ -105,7 +114,11 @@ class _Step:
         # Outputs of the last micro-batch are gone when the backward pass begins.
         returned = found.peak.amount + last.amount >= found.matmuls.amount
         around = (last, found.peak) if returned else (found.matmuls,)
-        others = self.held.unreduced, self.kept, cache, *around, self.added_before
+        # Since its hooks count each other, DeepSpeed makes its bucket in the first of them, else before the backward
+        # pass; ZeRO-1 keeps it until gradients are reduced.
+        kept = run.grad_accum_steps > 1 and not run.data_parallelism.shards_gradients
+        bucket = self.bucket if kept or not run.traits.counts_hooks else NONE
+        others = self.held.unreduced, self.kept, cache, *around, self.added_before, bucket
         return self._moment("loss", gathered, 0.0, self.before, *others)
 
     def start_of_backward(self) -> Moment:
@@ -130,6 +143,7 @@ class _Step:
             group("block backward", self.again, *self.transient.parts),
             head(run).remaining if self.rank.last else group("head"),
             leaf("outputs", held_outputs(run, self.rank)),
+            self.bucket,
             # Autocast forgets its copies with its context; a block that is recomputed makes them once more.
             cast=1 / self.rank.blocks if run.repeats_forward else 1.0,
         )
@@ -152,6 +166,7 @@ class _Step:
             leaf("inputs of frozen blocks and their gradients", held_inputs(run, self.rank)),
             leaf("outputs", outputs_at_end(run, self.rank) or held_outputs(run, self.rank)),
             self.added,
+            self.bucket,
             cast=1 / self.rank.blocks,
         )
 
@@ -166,6 +181,7 @@ class _Step:
             leaf("embedding gradient before accumulation", embedding_gradient(self.run, self.counts)),
             leaf("outputs", outputs_at_end(self.run, self.rank)),
             self.added,
+            self.bucket,
             freed=gathered_embedding_and_head(self.run, self.counts),
             cast=0.0,
         )

@@ -8,6 +8,7 @@ from shoal.plan.run.run import Run
 from shoal.plan.speed.experts import experts_host, experts_waiting, times_run
 from shoal.plan.speed.int8 import int8_host, int8_waiting
 from shoal.plan.speed.launched import LLAMA_OPERATIONS, block_operations
+from shoal.plan.speed.zero_host import zero_hooks, zero_step
 
 # Host time to launch the kernels of a block, forward and backward; a faster device waits for its host. Eager that of a
 # Llama; of blocks with more or fewer operations (`launched.py`) as much more or less: a GPT-NeoX, which has 112 in
@@ -44,12 +45,6 @@ QUANTIZED_HOST = 0.41e-3
 # of 256 tokens with adapters on queries and values of Llama 2 7B, without autocast and with eager attention, takes 4.7
 # ms per block (huggingface/optimum-benchmark, examples/training-llamas).
 DEQUANTIZED_HOST = 0.11e-3
-# Host time of ZeRO-3 for each module with parameters, in each pass: hooks before and after it, in Python, fetch its
-# parameters, prefetch others and release them (deepspeed/runtime/zero/partitioned_param_coordinator.py). From steps
-# that hardly depend on the length of their sequences: Qwen-1.8B on one A100 with activation checkpointing, 2.1 to 2.2 s
-# for 8 micro-batches of 256 to 1,024 tokens; with other ranks, whose shards are all-gathered, 0.59 ms with Qwen-7B on
-# two and 0.45 ms with adapters on Qwen-72B on four (QwenLM/Qwen, README.md).
-ZERO3_HOST, ZERO3_GATHERING_HOST = 0.39e-3, 0.52e-3
 # Host time of FSDP2 for each block: hooks before and after both passes, in Python, all-gather, reshard and reduce.
 # Measured with collectives that return at once: benchmarks/gpu/fsdp_host_h200.
 FSDP_HOST = 2.6e-3
@@ -139,7 +134,7 @@ def _launching(run: Run, blocks: int) -> float:
         # Hooks take as long in blocks with fewer operations: 2.0 ms of GPT-2's and GPT-NeoX's (the same file).
         again = HOOKED_HOST * max(block, EAGER_BLOCK_HOST)
     launched = block + again * run.repeated_share + FORWARD_HOST * block * run.reference_pass
-    return (launched + experts_host(run) + _module_hooks(run) + _unit_hooks(run)) * blocks
+    return (launched + experts_host(run) + zero_hooks(run) + _unit_hooks(run)) * blocks
 
 
 def _has_engine(run: Run) -> bool:
@@ -173,17 +168,6 @@ def _adapter_launches(run: Run, one: Linear) -> tuple[float, int]:
     return EAGER_ADAPTER_HOST, EAGER_ADAPTER_KERNELS
 
 
-def _module_hooks(run: Run) -> float:
-    """Host time of DeepSpeed's hooks around the modules of a block, which fetch and release parameters."""
-    if not (run.traits.hooks_modules and run.data_parallelism.shards_weights):
-        return 0.0
-    modules = len(linears(run.shape, joined=run.traits.fused_qkv)) + 2
-    if run.adapter is not None:
-        modules += 2 * len(adapted(run))
-    each = ZERO3_HOST if run.world_size == 1 else ZERO3_GATHERING_HOST
-    return each * modules * (2 + run.repeated_share + run.reference_pass)
-
-
 def _reads_overflow(run: Run) -> bool:
     """Whether the host reads, before the step, whether a gradient has overflowed: GradScaler does (_maybe_opt_step in
     torch/amp/grad_scaler.py), but for a fused optimizer, which reads it on the device."""
@@ -198,13 +182,15 @@ def _stored(run: Run, layers: Sequence[Linear]) -> int:
 
 def step_host_seconds(run: Run, blocks: int, device: float) -> float:
     """Host time of an optimizer step that the device, which needs `device` seconds for it, waits for."""
-    if run.gpu.is_cpu or not (run.traits.waits_for_loss or _reads_overflow(run)):
+    if run.gpu.is_cpu:
         return 0.0
+    slower = GRACE_HOST.get(run.gpu.host_link.name, 1.0)
+    if not (run.traits.waits_for_loss or _reads_overflow(run)):
+        return zero_step(run, blocks) * slower
     if run.adapter is not None:
         tensors, each = 2 * _stored(run, adapted(run)) * blocks, ADAPTER_TENSOR_HOST
     else:
         tensors = (_stored(run, linears(run.shape, joined=run.traits.fused_qkv)) + 2) * blocks
         each = TENSOR_HOST
-    slower = GRACE_HOST.get(run.gpu.host_link.name, 1.0)
     launched = tensors * OPTIMIZER_HOST.get(run.optimizer, 0.0) * slower
     return (STEP_HOST + tensors * each) * slower + max(0.0, launched - device)

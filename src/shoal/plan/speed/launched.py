@@ -34,10 +34,8 @@ def block_operations(run: Run) -> float:
     """Operations of a block, forward and backward."""
     shape, traits = run.shape, run.shape.traits
     layers = len(linears(shape, joined=run.traits.fused_qkv))
-    biases = layers if traits.linear_bias else 3 * traits.qkv_bias + len(traits.biased)
-    norms = architecture_of(shape.model_type).norms - bool(shape.shared_norm) + 2 * has_head_norms(run)
-    written_out = traits.rms_norm and run.traits.unfused_norms
-    found = LINEAR * layers + BIAS * biases + norms * (WRITTEN_OUT_NORM if written_out else NORM) + OTHERS
+    norm = WRITTEN_OUT_NORM if traits.rms_norm and run.traits.unfused_norms else NORM
+    found = LINEAR * layers + BIAS * block_biases(run) + norm * block_norms(run) + OTHERS
     if traits.rotary:
         found += ROTARY[rotary_of(run)]
     if run.writes_out_gelu or run.writes_out_erf:
@@ -48,3 +46,17 @@ def block_operations(run: Run) -> float:
     repeated = shape.kv_heads < shape.heads and (scores or run.traits.repeats_keys)
     found += SCORES * scores + REPEATED * repeated
     return found + DROPOUT * (2 * run.dropout + run.attention_dropout)
+
+
+def block_biases(run: Run) -> int:
+    """Linear layers of a block that have a bias."""
+    traits = run.shape.traits
+    if traits.linear_bias:
+        return len(linears(run.shape, joined=run.traits.fused_qkv))
+    return 3 * traits.qkv_bias + len(traits.biased)
+
+
+def block_norms(run: Run) -> int:
+    """Norms of a block, with those of queries and keys."""
+    shape = run.shape
+    return architecture_of(shape.model_type).norms - bool(shape.shared_norm) + 2 * has_head_norms(run)

@@ -77,6 +77,9 @@ BF16_DEQUANTIZED: Month = (2024, 3)
 INT8_IN_ROWS: Month = (2024, 12)
 # From DeepSpeed 0.12.4 on, ZeRO-1 and 2 all-reduce gradients; before, each went to the rank that updates it.
 BUCKET_ALL_REDUCE: Month = (2023, 12)
+# DeepSpeed 0.18.7 and 0.19.4.
+COUNTED_HOOKS: Month = (2026, 3)
+CHECKED_GRADIENTS: Month = (2026, 8)
 # axolotl's kernels for adapters, and with dropout (its pull requests 3528 and 3806); the entropy that TRL logs, and its
 # loss in parts; Unsloth's fused loss, and the larger parts of it, with which inputs of blocks come back from the host
 # while other blocks are computed; and kernels of its own for it, whose parts are small (2026.10.6).
@@ -172,7 +175,10 @@ def _own(system: str, traits: SystemTraits, date: Month, gpu: Gpu) -> dict[str, 
     """What a system itself has changed."""
     if system == "deepspeed":
         changes: dict[str, Any] = {"all_reduces": date >= BUCKET_ALL_REDUCE, "reentrant": date < NOT_REENTRANT}
-        return changes | ({"logit_bytes": 16.0} if date < HELD_LOGITS else {})
+        changes |= {"counts_hooks": date >= COUNTED_HOOKS, "checks_gradients": date >= CHECKED_GRADIENTS}
+        if date < NOT_REENTRANT:
+            changes["logit_bytes"] = 16.0 if date < HELD_LOGITS else 14.0
+        return changes
     if system == "axolotl":
         with_dropout: Any = "dropout" if date >= DROPPED_INPUTS else True
         return {"fused_adapters": date >= ADAPTER_KERNELS and with_dropout}

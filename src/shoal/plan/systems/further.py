@@ -117,6 +117,9 @@ INTERNEVO = replace(
 # backward pass (zero/low_level/low_level_optim.py).
 COLOSSALAI = replace(
     DEEPSPEED,
+    logit_bytes=14.0,
+    counts_hooks=False,
+    checks_gradients=False,
     offloads_gradients=False,
     overlaps_gradients=True,
     bucket_elements=12 * 2**20,

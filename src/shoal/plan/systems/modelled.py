@@ -91,7 +91,6 @@ HUGGING_FACE = SystemTraits(
 BY_HAND = SystemTraits(fused_rows="liger")
 BY_HAND_AUTOCAST = replace(BY_HAND, wide_residual_stream=True, casts_per_use=True)
 DEEPSPEED = SystemTraits(
-    logit_bytes=14.0,
     masters_with_optimizer=True,
     flattens_gradients=True,
     # deepspeed/runtime/zero/config.py: overlap_comm is false in stages 1 and 2 unless it is set, reduce_bucket_size is
@@ -109,6 +108,8 @@ DEEPSPEED = SystemTraits(
     even_stages=True,
     eager_attention="types",
     hooks_modules=True,  # _register_deepspeed_module in deepspeed/runtime/zero/parameter_offload.py
+    counts_hooks=True,  # count_used_parameters_in_backward in deepspeed/runtime/zero/stage_1_and_2.py
+    checks_gradients=True,  # check_grad_overflow in deepspeed/runtime/precision_config.py
 )
 # Megatron. Files are in NVIDIA/Megatron-LM.
 MEGATRON = SystemTraits(

@@ -269,8 +269,13 @@ class SystemTraits:
     copies_sequences: Literal["never", "batched", "always"] = "never"
     # With several stages per pipeline rank, transfers between stages overlap with the compute of another stage.
     overlaps_pipeline: bool = False
-    # ZeRO-3 fetches and releases the parameters of each module in hooks around it, in Python.
+    # DeepSpeed's hooks, in Python: ZeRO-3 fetches and releases the parameters of each module, ZeRO-1 and 2 reduce each
+    # gradient.
     hooks_modules: bool = False
+    # Each hook of a gradient counts those that are still to come.
+    counts_hooks: bool = False
+    # Before a step each gradient is checked for overflow, as in fp16, also in bf16.
+    checks_gradients: bool = False
     # ZeRO-3 gathers and reduces each matrix as a list of shards, one for every rank, while nothing else runs.
     lists_shards: bool = False
     # In mixed precision, the weights under adapters that are not quantized stay in fp32; else they are in 16 bits.
