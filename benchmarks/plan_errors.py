@@ -47,8 +47,8 @@ MIXTURES = "mixtures-h200-drawn"
 DRAWN = {f"{name}-h200-drawn" for name in ("trainer", "sft", "loops", "unsloth", "deepspeed")} | {MIXTURES}
 # Sets that are also told together, from the error of each figure in `first.json`.
 TOGETHER = {
-    "the eighth to the tenth together": tuple(
-        f"the {which} held-out set, as the command is asked" for which in ("eighth", "ninth", "tenth")
+    "the eighth to the eleventh together": tuple(
+        f"the {which} held-out set, as the command is asked" for which in ("eighth", "ninth", "tenth", "eleventh")
     )
 }
 KINDS = ("full", "LoRA", "QLoRA")
