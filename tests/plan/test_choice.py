@@ -77,6 +77,17 @@ def test_the_micro_batch_fits_with_a_margin(memory):
     assert run.micro_batch <= found.limits.micro_batch
 
 
+def test_a_run_that_fits_but_for_the_cuda_context_says_so():
+    settings = (*BASE, "model.shape=llama3-8b", "hardware.devices=8", "parallel.strategy=ddp", "train.micro_batch=1")
+    settings += ("train.recompute=full",)
+    needed = plan(*settings, "hardware.gpu={like: h100-80gb, memory_gib: 300}").choice.memory.reserved / GIB
+    tight = plan(*settings, f"hardware.gpu={{like: h100-80gb, memory_gib: {needed + 0.5:.2f}}}").choice
+    assert not tight.fits
+    context = tight.memory.context / GIB
+    assert f"needs {needed + context:.1f} GiB per device with the CUDA context" in tight.reason
+    assert f"which has {needed + 0.5:.1f} GiB" in tight.reason
+
+
 def test_recompute_auto_recomputes_only_if_nothing_else_fits():
     arguments = (*BASE, "model.shape=llama3-8b", "hardware.devices=8", "train.recompute=auto", "train.micro_batch=8")
     roomy = plan(*arguments, "hardware.gpu={like: h200, memory_gib: 300}").choice

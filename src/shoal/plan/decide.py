@@ -261,16 +261,19 @@ def _make_choice(config: Config, machine: Machine, run: Run, sharding: str, reas
         every = forecast_goodput(config, run, machine, forecast_speed(run).step_seconds, None).best_every
         chosen = chosen.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"every": every})})
     if not reason:
-        needed = forecast_memory(run).reserved / GIB
+        memory, most = forecast_memory(run), machine.gpu.memory_gib
+        needed, context = memory.reserved / GIB, memory.context / GIB
         least = "needs the least memory of all data-parallel strategies"
         asked = "set in the config" if config.parallel.strategy != "auto" else least
-        reason = f"{asked}; needs {needed:.0f} GiB per device, which has {machine.gpu.memory_gib:.0f} GiB"
+        shown = f"{needed:.0f} GiB per device, which has {most:.0f} GiB"
+        if needed < most < needed + context:
+            shown = f"{needed + context:.1f} GiB per device with the CUDA context, which has {most:.1f} GiB"
+        reason = f"{asked}; needs {shown}"
     return ResolvedRun(config, chosen, run, machine, reason)
 
 
 def _reason(config: Config, machine: Machine, run: Run, options: list[_Option]) -> str:
     wanted, memory = config.parallel.strategy, machine.gpu.memory_gib
-    needed = forecast_memory(run).reserved / GIB
     if config.parallel.offload == "cpu" and wanted == "auto":
         return "required by parallel.offload cpu"
     if wanted != "auto":
@@ -286,6 +289,7 @@ def _reason(config: Config, machine: Machine, run: Run, options: list[_Option]) 
     if machine.is_cpu:
         return "processes on a CPU share its memory, so sharding saves nothing"
     if run.strategy == "ddp":
+        needed = forecast_memory(run).reserved / GIB
         return f"needs {needed:.0f} GiB per device, which fits{_beside_sharding(run, options)}"
     replicated = next((option for option in options if option[0].strategy == "ddp"), None)
     if run.mesh.dp_replicate > 1:
