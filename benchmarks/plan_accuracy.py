@@ -37,8 +37,8 @@ TRAITS: dict[str, SystemTraits] = {
     "torchtitan": TORCHTITAN_2024,
     "torchtitan-async": replace(TORCHTITAN_2024, overlaps_tensor=True),
     "torchtitan-2025": TORCHTITAN_2025,
-    # Before transformers 5, and DeepSpeed 0.18.7.
-    "deepspeed": replace(DEEPSPEED, logit_bytes=14.0, counts_hooks=False, checks_gradients=False),
+    # Before transformers 5, and DeepSpeed 0.17.2.
+    "deepspeed": replace(DEEPSPEED, logit_bytes=14.0, late_bucket=False, tracks_hooks=False, checks_gradients=False),
     "litgpt-autocast": replace(LITGPT, wide_residual_stream=True, casts_per_use=True),
 }
 SHAPES = {"llama3-405b": "llama3.1-405b", "llama-8.03b": "llama3-8b", "llama-1.24b": "llama3.2-1b"}

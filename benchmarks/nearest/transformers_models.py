@@ -149,7 +149,7 @@ TRANSFORMERS: dict[str, SystemTraits] = {
     # transformers' models under FSDP2, adapters of its own in the dtype of the layer (components/_peft/lora.py).
     "automodel": replace(LOOP, narrow_adapters=True, logit_bytes=12.0, flat_parameters=False, dtensors=True),
     # GeminiPlugin: chunks of 16-bit weights that are gathered, fp32 masters in shards, Apex's norms.
-    "colossal-gemini": replace(TRAITS["deepspeed"], unfused_norms=False, hooks_modules=False),
+    "colossal-gemini": replace(TRAITS["deepspeed"], unfused_norms=False, hooks_modules=False, hooks_gradients=False),
     # XTuner's own attention, which repeats keys and values (xtuner/model/modules/dispatch/llama.py), on DeepSpeed.
     "xtuner-deepspeed": replace(TRAITS["deepspeed"], logit_bytes=16.0, repeats_keys=True),
     # A loop without autocast whose loss is the sum of the logits, so that there are only they and their gradient, and
@@ -222,7 +222,9 @@ TRANSFORMERS: dict[str, SystemTraits] = {
     # false, and the flash-attn package.
     "benchmark-tp": replace(LOOP, foreach_step=False, flash2=True, dtensors=True),
     # HybridParallelPlugin with zero_stage 2: LowLevelZero, and Apex's norms.
-    "colossal-zero2": replace(TRAITS["deepspeed"], unfused_norms=False, offloads_gradients=False),
+    "colossal-zero2": replace(
+        TRAITS["deepspeed"], unfused_norms=False, offloads_gradients=False, hooks_gradients=False
+    ),
     # The Trainer of transformers 4.39 under Accelerate's FSDP: embedding and head in units of their own, gradients
     # reduced in fp32, and blocks checkpointed within FSDP's units (patches/transformers.diff).
     "yafsdp-fsdp": replace(

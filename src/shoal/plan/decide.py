@@ -268,6 +268,8 @@ def _make_choice(config: Config, machine: Machine, run: Run, sharding: str, reas
         shown = f"{needed:.0f} GiB per device, which has {most:.0f} GiB"
         if needed < most < needed + context:
             shown = f"{needed + context:.1f} GiB per device with the CUDA context, which has {most:.1f} GiB"
+        elif round(needed) == round(most):
+            shown = f"{needed:.1f} GiB per device, which has {most:.1f} GiB"
         reason = f"{asked}; needs {shown}"
     return ResolvedRun(config, chosen, run, machine, reason)
 

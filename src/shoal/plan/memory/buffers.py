@@ -76,7 +76,7 @@ def gradient_bucket(run: Run) -> float:
 
 def frees_bucket(run: Run) -> bool:
     """Whether the bucket is there in the backward pass alone: _release_ipg_buffers of ZeRO-1 and 2."""
-    return run.traits.hooks_modules and not run.data_parallelism.shards_weights
+    return run.traits.hooks_gradients and not run.data_parallelism.shards_weights
 
 
 def adafactor_copies(run: Run) -> int:

@@ -5,7 +5,7 @@ from functools import cached_property, lru_cache
 
 from shoal.catalogue.attention import AMPERE
 from shoal.plan.memory.activations import block_kept, buffer_bytes
-from shoal.plan.memory.buffers import flat_gradients, frees_bucket, gradient_bucket
+from shoal.plan.memory.buffers import flat_gradients, gradient_bucket
 from shoal.plan.memory.expandable import RECOMPUTED_SLACK, gaps_between_blocks
 from shoal.plan.memory.fragmentation import fragmented, is_replayed
 from shoal.plan.memory.head import LOSS_BYTES, head
@@ -174,14 +174,20 @@ def _beside_flat_gradients(run: Run, rank: Rank, found: tuple[Moment, ...]) -> f
     """Blocks that forward and backward pass have left and that DeepSpeed's step cannot use, because its tensors are
     larger. If the device is full, the allocator frees them first."""
     traits = run.traits
-    if not traits.hooks_modules or traits.expandable_segments or run.gathers_weights:
+    if not traits.hooks_gradients or traits.expandable_segments or run.gathers_weights:
         return 0.0
     logits = 4 * run.head_tokens * run.shape.vocab if run.loss == "plain" else 0.0
     largest = max(logits, run.tokens * run.shape.ffn * run.compute_bytes / run.mesh.tp)
-    passes = max(moment.tree.amount for moment in found[:-1])
+    bucket = gradient_bucket(run)
+
+    def with_bucket(moment: Moment) -> float:
+        """The bucket has a segment of its own too, also at moments at which it is not in use."""
+        within = any(one.name == "gradient bucket" and one.amount for one in moment.tree.leaves())
+        return moment.tree.amount + (0.0 if within or bucket <= largest else bucket)
+
+    before_step = max(with_bucket(moment) for moment in found[:-1])
     highest = max(moment.tree.amount for moment in found)
-    bucket = gradient_bucket(run) if traits.counts_hooks and frees_bucket(run) else 0.0
-    needed = passes + sum(size for size in (bucket, *flat_gradients(run, rank)) if size > largest)
+    needed = before_step + sum(size for size in flat_gradients(run, rank) if size > largest)
     room = run.gpu.memory_gib * GIB - _context(run)
     return max(0.0, min(needed, room) - highest)
 

@@ -74,10 +74,13 @@ class _Step:
         self.transient = transient_gradients(run)
         self.buffers = communication_buffers(run, rank)
         self.bucket = leaf("gradient bucket", gradient_bucket(run) if frees_bucket(run) else 0.0)
+        # ZeRO-1 keeps it until gradients are reduced.
+        accumulates = run.grad_accum_steps > 1 and not run.data_parallelism.shards_gradients
+        self.bucket_before = self.bucket if accumulates else NONE
         # Gradients accumulated so far. They are freed after a step, so the first micro-batch starts without any; but
         # DDP keeps its buckets. DeepSpeed's gradients are no views of buckets.
-        own = run.traits.hooks_modules and run.data_parallelism.shards_optimizer
-        self.accumulating = run.grad_accum_steps > 1 or (run.data_parallelism.ddp and not own)
+        views = run.data_parallelism.ddp and not (run.traits.hooks_gradients and run.data_parallelism.shards_optimizer)
+        self.accumulating = run.grad_accum_steps > 1 or views
         self.before = self.held.gradients if self.accumulating else NONE
         if run.sharded and (run.mesh.pp > 1 or run.accumulates_unsharded):
             self.before = NONE  # unsharded ones are accumulated instead, and reduce-scattered at the end of the step
@@ -102,7 +105,7 @@ class _Step:
     def forward_pass(self) -> Moment:
         gathered, temporaries = gathered_in_forward(self.run, self.counts), forward_temporaries(self.run)
         last = leaf("inputs and logits of the last micro-batch", last_micro_batch(self.run, self.rank))
-        others = self.held.unreduced, self.kept, temporaries, last, self.added_before
+        others = self.held.unreduced, self.kept, temporaries, last, self.added_before, self.bucket_before
         return self._moment("forward pass", gathered, 0.0, self.before, *others)
 
     def loss(self) -> Moment:
@@ -114,10 +117,7 @@ class _Step:
         # Outputs of the last micro-batch are gone when the backward pass begins.
         returned = found.peak.amount + last.amount >= found.matmuls.amount
         around = (last, found.peak) if returned else (found.matmuls,)
-        # Since its hooks count each other, DeepSpeed makes its bucket in the first of them, else before the backward
-        # pass; ZeRO-1 keeps it until gradients are reduced.
-        kept = run.grad_accum_steps > 1 and not run.data_parallelism.shards_gradients
-        bucket = self.bucket if kept or not run.traits.counts_hooks else NONE
+        bucket = self.bucket_before if run.traits.late_bucket else self.bucket
         others = self.held.unreduced, self.kept, cache, *around, self.added_before, bucket
         return self._moment("loss", gathered, 0.0, self.before, *others)
 

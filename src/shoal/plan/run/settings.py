@@ -118,7 +118,7 @@ class Settings:
         """Whether weights are all-gathered to be used. DeepSpeed's ZeRO-2 and Megatron's keep all of them."""
         # On one rank ZeRO-3 has nothing to gather, unless it is on the host: NoGatherHandle in
         # deepspeed/runtime/zero/partition_parameters.py.
-        if self.traits.hooks_modules and self.shards == 1 and self.offload != "cpu":
+        if self.traits.hooks_gradients and self.shards == 1 and self.offload != "cpu":
             return False
         return self.sharded and (self.data_parallelism.shards_weights or not self.traits.masters_with_optimizer)
 

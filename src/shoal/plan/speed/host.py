@@ -111,7 +111,7 @@ def _launching(run: Run, blocks: int) -> float:
         block = ENGINE_BLOCK_HOST if _has_engine(run) else block
         # Kernels that are fused by hand are launched one by one, also those of a recomputed forward pass.
         again = FORWARD_HOST * block * run.repeated_share if run.traits.fused_by_hand else 0.0
-        return (block + again + experts_host(run) + _unit_hooks(run)) * blocks
+        return (block + again + experts_host(run) + zero_hooks(run) + _unit_hooks(run)) * blocks
     block = EAGER_BLOCK_HOST
     if not run.compiled:
         block *= _relative_operations(run)

@@ -77,8 +77,9 @@ BF16_DEQUANTIZED: Month = (2024, 3)
 INT8_IN_ROWS: Month = (2024, 12)
 # From DeepSpeed 0.12.4 on, ZeRO-1 and 2 all-reduce gradients; before, each went to the rank that updates it.
 BUCKET_ALL_REDUCE: Month = (2023, 12)
-# DeepSpeed 0.18.7 and 0.19.4.
-COUNTED_HOOKS: Month = (2026, 3)
+# DeepSpeed 0.17.2, 0.18.6 and 0.19.4. (In 0.18.6 each hook also counts all parameters, which is not modelled.)
+LATE_BUCKET: Month = (2025, 7)
+TRACKED_HOOKS: Month = (2026, 2)
 CHECKED_GRADIENTS: Month = (2026, 8)
 # axolotl's kernels for adapters, and with dropout (its pull requests 3528 and 3806); the entropy that TRL logs, and its
 # loss in parts; Unsloth's fused loss, and the larger parts of it, with which inputs of blocks come back from the host
@@ -175,7 +176,8 @@ def _own(system: str, traits: SystemTraits, date: Month, gpu: Gpu) -> dict[str, 
     """What a system itself has changed."""
     if system == "deepspeed":
         changes: dict[str, Any] = {"all_reduces": date >= BUCKET_ALL_REDUCE, "reentrant": date < NOT_REENTRANT}
-        changes |= {"counts_hooks": date >= COUNTED_HOOKS, "checks_gradients": date >= CHECKED_GRADIENTS}
+        changes |= {"late_bucket": date >= LATE_BUCKET, "tracks_hooks": date >= TRACKED_HOOKS}
+        changes["checks_gradients"] = date >= CHECKED_GRADIENTS
         if date < NOT_REENTRANT:
             changes["logit_bytes"] = 16.0 if date < HELD_LOGITS else 14.0
         return changes

@@ -118,7 +118,9 @@ INTERNEVO = replace(
 COLOSSALAI = replace(
     DEEPSPEED,
     logit_bytes=14.0,
-    counts_hooks=False,
+    hooks_gradients=False,
+    tracks_hooks=False,
+    late_bucket=False,
     checks_gradients=False,
     offloads_gradients=False,
     overlaps_gradients=True,

@@ -108,7 +108,9 @@ DEEPSPEED = SystemTraits(
     even_stages=True,
     eager_attention="types",
     hooks_modules=True,  # _register_deepspeed_module in deepspeed/runtime/zero/parameter_offload.py
-    counts_hooks=True,  # count_used_parameters_in_backward in deepspeed/runtime/zero/stage_1_and_2.py
+    hooks_gradients=True,  # create_gradient_handling_hooks in deepspeed/runtime/zero/stage_1_and_2.py
+    tracks_hooks=True,  # update_hook_state_and_maybe_run_epilogue in deepspeed/runtime/base_optimizer.py
+    late_bucket=True,  # setup_buckets, called by process_gradients in deepspeed/runtime/zero/stage_1_and_2.py
     checks_gradients=True,  # check_grad_overflow in deepspeed/runtime/precision_config.py
 )
 # Megatron. Files are in NVIDIA/Megatron-LM.

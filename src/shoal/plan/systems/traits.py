@@ -269,11 +269,15 @@ class SystemTraits:
     copies_sequences: Literal["never", "batched", "always"] = "never"
     # With several stages per pipeline rank, transfers between stages overlap with the compute of another stage.
     overlaps_pipeline: bool = False
-    # DeepSpeed's hooks, in Python: ZeRO-3 fetches and releases the parameters of each module, ZeRO-1 and 2 reduce each
-    # gradient.
+    # ZeRO-3 fetches and releases the parameters of each module in hooks around it, in Python.
     hooks_modules: bool = False
-    # Each hook of a gradient counts those that are still to come.
-    counts_hooks: bool = False
+    # ZeRO-1 and 2 reduce gradients as DeepSpeed does: each is copied to a bucket in a hook, in Python, and a rank's are
+    # one tensor in the step; ZeRO-3 on one rank gathers nothing.
+    hooks_gradients: bool = False
+    # Each of these hooks also keeps account of the backward pass.
+    tracks_hooks: bool = False
+    # The bucket is made in the first of these hooks; else before the backward pass.
+    late_bucket: bool = False
     # Before a step each gradient is checked for overflow, as in fp16, also in bf16.
     checks_gradients: bool = False
     # ZeRO-3 gathers and reduces each matrix as a list of shards, one for every rank, while nothing else runs.
