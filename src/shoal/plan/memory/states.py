@@ -1,5 +1,6 @@
 """Persistent memory of one rank: weights, gradients and optimizer state."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shoal.catalogue.optimizers import find_optimizer
@@ -243,6 +244,11 @@ def quantizable(run: Run) -> list[Linear]:
 def has_joined_experts(run: Run) -> bool:
     """Whether all experts of a block are one tensor, which is no linear layer."""
     return bool(run.shape.experts) and run.traits.experts != "modules"
+
+
+def stored_tensors(run: Run, layers: Iterable[Linear]) -> int:
+    """How many tensors these layers of a block are: one for each expert that is a module."""
+    return sum(run.shape.experts if is_expert_module(run, one) else 1 for one in layers)
 
 
 def is_expert_module(run: Run, one: Linear) -> bool:

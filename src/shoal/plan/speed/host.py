@@ -1,8 +1,6 @@
 """The host's time: what it takes to launch a micro-batch's kernels, which a faster device waits for."""
 
-from collections.abc import Sequence
-
-from shoal.plan.memory.states import adapted, is_expert_module, quantizable
+from shoal.plan.memory.states import adapted, quantizable, stored_tensors
 from shoal.plan.run.blocks import Linear, linears
 from shoal.plan.run.run import Run
 from shoal.plan.speed.experts import experts_host, experts_waiting, times_run
@@ -175,11 +173,6 @@ def _reads_overflow(run: Run) -> bool:
     return scales and (run.traits.foreach_step or run.optimizer != "adamw")
 
 
-def _stored(run: Run, layers: Sequence[Linear]) -> int:
-    """How many tensors these layers of a block are: one for each expert that is a module."""
-    return sum(run.shape.experts if is_expert_module(run, one) else 1 for one in layers)
-
-
 def step_host_seconds(run: Run, blocks: int, device: float) -> float:
     """Host time of an optimizer step that the device, which needs `device` seconds for it, waits for."""
     if run.gpu.is_cpu:
@@ -188,9 +181,9 @@ def step_host_seconds(run: Run, blocks: int, device: float) -> float:
     if not (run.traits.waits_for_loss or _reads_overflow(run)):
         return zero_step(run, blocks) * slower
     if run.adapter is not None:
-        tensors, each = 2 * _stored(run, adapted(run)) * blocks, ADAPTER_TENSOR_HOST
+        tensors, each = 2 * stored_tensors(run, adapted(run)) * blocks, ADAPTER_TENSOR_HOST
     else:
-        tensors = (_stored(run, linears(run.shape, joined=run.traits.fused_qkv)) + 2) * blocks
+        tensors = (stored_tensors(run, linears(run.shape, joined=run.traits.fused_qkv)) + 2) * blocks
         each = TENSOR_HOST
     launched = tensors * OPTIMIZER_HOST.get(run.optimizer, 0.0) * slower
     return (STEP_HOST + tensors * each) * slower + max(0.0, launched - device)

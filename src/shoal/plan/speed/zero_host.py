@@ -6,7 +6,7 @@ calls forward and backward passes of a Llama without DeepSpeed took 1.45 times t
 2.6 in single configurations), so these times are medians divided by that.
 """
 
-from shoal.plan.memory.states import adapted, is_expert_module
+from shoal.plan.memory.states import adapted, stored_tensors
 from shoal.plan.run.blocks import linears
 from shoal.plan.run.run import Run
 from shoal.plan.speed.launched import block_biases, block_norms
@@ -20,8 +20,8 @@ REDUCED_HOST, TRACKED_HOST, UNREDUCED_HOST = 0.04e-3, 0.11e-3, 0.03e-3
 UPDATED_HOST, CHECKED_HOST = 0.02e-3, 0.10e-3
 # The same of ZeRO-3, all of whose ranks update a shard of each.
 SHARD_UPDATED_HOST = 0.08e-3
-# What a step takes besides, exposed because the Trainer reads the norm of the gradients after it. DeepSpeed's own part
-# is 1.2 to 2.3 ms; the rest is the Trainer's, as without DeepSpeed (STEP_HOST in host.py).
+# What a step takes besides, exposed because the Trainer reads the norm of the gradients after it: as without DeepSpeed
+# (STEP_HOST in host.py). Clipping and AdamW alone take 1.7 to 2.0 ms on one rank of eight, and 3.0 to 3.3 with 0.19.8.
 ZERO_STEP_HOST = 4e-3
 # ZeRO-3 for each module with parameters, in each pass: hooks before and after it fetch its parameters, prefetch others
 # and release them (deepspeed/runtime/zero/partitioned_param_coordinator.py). From steps that hardly depend on the
@@ -76,12 +76,10 @@ def _trained_tensors(run: Run) -> float:
     if run.adapter is not None:
         return 2 * _adapted(run)
     layers = linears(run.shape, joined=run.traits.fused_qkv)
-    matrices = sum(run.shape.experts if is_expert_module(run, one) else 1 for one in layers)
     norms = block_norms(run) * (2 if run.shape.traits.norm_bias else 1)
-    return (matrices + block_biases(run) + norms) * run.trained.blocks
+    return (stored_tensors(run, layers) + block_biases(run) + norms) * run.trained.blocks
 
 
 def _adapted(run: Run) -> int:
-    if run.adapter is None:
-        return 0
-    return sum(run.shape.experts if is_expert_module(run, one) else 1 for one in adapted(run))
+    """Adapted layers of a block."""
+    return stored_tensors(run, adapted(run)) if run.adapter is not None else 0

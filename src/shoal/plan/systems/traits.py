@@ -274,9 +274,9 @@ class SystemTraits:
     # ZeRO-1 and 2 reduce gradients as DeepSpeed does: each is copied to a bucket in a hook, in Python, and a rank's are
     # one tensor in the step; ZeRO-3 on one rank gathers nothing.
     hooks_gradients: bool = False
-    # Each of these hooks also keeps account of the backward pass.
+    # Each hook of a gradient also keeps account of the backward pass.
     tracks_hooks: bool = False
-    # The bucket is made in the first of these hooks; else before the backward pass.
+    # ZeRO-1 and 2 allocate the bucket of gradients in the first of their hooks; else before the backward pass.
     late_bucket: bool = False
     # Before a step each gradient is checked for overflow, as in fp16, also in bf16.
     checks_gradients: bool = False
