@@ -41,10 +41,11 @@ MEASURED = (
     *("trainer_h200/trainer.jsonl", "trainer_h200/drawn.jsonl"),
     *(f"drawn_h200/{name}.jsonl" for name in ("sft", "loops", "unsloth")),
     *(f"mixtures_h200/{name}.jsonl" for name in ("transformers5", "transformers4")),
-    "deepspeed_h200/drawn.jsonl",
+    *(f"{name}_h200/drawn.jsonl" for name in ("deepspeed", "megatron", "llama_factory", "axolotl", "litgpt")),
 )
 MIXTURES = "mixtures-h200-drawn"
-DRAWN = {f"{name}-h200-drawn" for name in ("trainer", "sft", "loops", "unsloth", "deepspeed")} | {MIXTURES}
+ONE_BY_ONE = ("trainer", "sft", "loops", "unsloth", "deepspeed", "megatron", "llama-factory", "axolotl", "litgpt")
+DRAWN = {f"{name}-h200-drawn" for name in ONE_BY_ONE} | {MIXTURES}
 # Sets that are also told together, from the error of each figure in `first.json`.
 TOGETHER = {
     "the eighth to the eleventh together": tuple(

@@ -2,10 +2,12 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from shoal.config.mesh import Mesh
 from shoal.plan.memory.forecast import forecast_memory
 from shoal.plan.memory.fragmentation import fragmented, is_replayed
 from shoal.plan.memory.segments import MIB, Allocator
@@ -15,7 +17,8 @@ from shoal.plan.terms import GIB
 from tests.plan.planning import make_run
 
 ROOT = Path(__file__).parents[3]
-TRAINER = {"precision": "bf16-true", "compiled": False, "loss": "plain", "traits": SYSTEMS["axolotl"]}
+TRAITS = replace(SYSTEMS["axolotl"], expandable_segments=False)
+TRAINER = {"precision": "bf16-true", "compiled": False, "loss": "plain", "traits": TRAITS}
 
 
 def test_requests_are_served_from_segments_of_their_size() -> None:
@@ -106,8 +109,12 @@ def test_expandable_segments_and_flat_tensors_are_not_replayed() -> None:
     run = make_run("llama3-8b", **TRAINER)
     assert is_replayed(run)
     assert is_replayed(run.with_(strategy="fsdp"))
-    for system in ("shoal", "deepspeed", "megatron"):
+    for system in ("shoal", "axolotl", "deepspeed", "megatron-deepspeed"):
         assert not is_replayed(run.with_(traits=SYSTEMS[system]))
+    # Megatron's tensors are none of a buffer but its gradients, and on tensor-parallel ranks a part each.
+    split = Mesh(tp=2)
+    assert is_replayed(run.with_(traits=SYSTEMS["megatron"], mesh=split))
+    assert not is_replayed(run.with_(mesh=split))
 
 
 def test_a_tied_embeddings_gradient_is_added_to_that_of_the_head() -> None:

@@ -199,8 +199,9 @@ def test_megatrons_own_loss_copies_the_logits_to_fp32() -> None:
         assert found is not None
         return found.amount / (run.tokens * 32_000)
 
-    assert (each("megatron", "bf16-mixed"), each("nemo", "bf16-mixed")) == (6, 4)
-    assert (each("megatron", "32-true"), each("nemo", "32-true")) == (8, 8)
+    assert (each("megatron", "bf16-mixed"), each("megatron", "32-true")) == (6, 8)
+    # Its fused loss, as torch.compile makes it, has the softmax twice in fp32 and the gradient in bf16.
+    assert (each("nemo", "bf16-mixed"), each("nemo", "32-true")) == (10, 10)
 
 
 def test_attention_may_get_and_return_padded_copies() -> None:
@@ -340,7 +341,7 @@ def test_accelerate_casts_the_logits_that_a_model_returns() -> None:
 
 def test_reentrant_checkpoints_of_frozen_fsdp_units_keep_inputs_and_their_gradients() -> None:
     late = "backward of the first block"
-    run = tuned("axolotl", None, strategy="fsdp", mesh=Mesh(dp_shard=2), recompute="full")
+    run = tuned("trl", None, strategy="fsdp", mesh=Mesh(dp_shard=2), recompute="full")
     reentrant = run.with_(traits=replace(run.traits, reentrant=True))
     each = 2048 * 4096 * 2 / GIB
     assert at(reentrant, late, "inputs of frozen blocks and their gradients") == pytest.approx(31 * 2 * each)

@@ -154,7 +154,8 @@ def _attention(run: Run, tokens: float) -> list[Term]:
     across = run.mesh.cp if run.cp_method == "gather" else 1
     width = float(query + 2 * held * across)
     joined = shape.traits.fused_qkv or run.traits.fused_qkv or architecture_of(shape.model_type).joined
-    if joined and shape.traits.rotary:
+    # Transformer Engine copies what is not contiguous (get_qkv_layout in attention/dot_product_attention/utils.py).
+    if joined and shape.traits.rotary and not run.has_engine:
         # Values are a view of the fused QKV output, which stays allocated beside the rotated queries and keys.
         width += query + keys
     kept = width * itemsize

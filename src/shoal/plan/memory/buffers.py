@@ -34,7 +34,17 @@ def matmul_workspaces(run: Run) -> float:
         return 0.0
     if capability is None:
         return 2 * (CDNA3_WORKSPACE if run.gpu.name in CDNA3 else HIP_WORKSPACE) + LT_WORKSPACE
-    return 2 * (HOPPER_WORKSPACE if capability >= HOPPER else WORKSPACE)
+    # Transformer Engine has one of its own (get_cublas_workspace in its pytorch/module/base.py).
+    return (3 if run.has_engine else 2) * (HOPPER_WORKSPACE if capability >= HOPPER else WORKSPACE)
+
+
+def dummy_gradients(run: Run, rank: Rank) -> float:
+    """What autograd is given in place of weight gradients that a matmul has added up already: a tensor for each shape
+    of weight, which stays."""
+    if not run.keeps_dummies:
+        return 0.0
+    tables = run.shape.vocab * run.shape.hidden / run.mesh.tp if rank.last else 0.0
+    return run.compute_bytes * (sum(one.parameters for one in linears(run.shape)) / run.mesh.tp + tables)
 
 
 def mask_buffers(run: Run, rank: Rank) -> float:

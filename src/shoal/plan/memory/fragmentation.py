@@ -17,15 +17,19 @@ from shoal.plan.memory.segments import Allocator, left_beside
 from shoal.plan.run.blocks import MLP, linears
 from shoal.plan.run.run import Run
 
-STEPS = 2
+# The second step leaves other blocks than the first where a buffer has the gradients: the logits' do not fit these.
+STEPS, BUFFERED_STEPS = 2, 3
 
 
 def is_replayed(run: Run) -> bool:
-    """Whether the steps of this run can be replayed: a rank has all blocks, and its tensors are not flattened."""
+    """Whether the steps of this run can be replayed: a rank has all blocks, and its tensors are not flattened. Tensor
+    parallelism is Megatron's."""
     traits = run.traits
     return (
-        not (traits.expandable_segments or traits.planned_memory or traits.masters_with_optimizer)
-        and run.mesh.tp == run.mesh.pp == 1
+        not (traits.expandable_segments or traits.planned_memory)
+        and (run.buffers_gradients or not traits.masters_with_optimizer)
+        and run.mesh.pp == 1
+        and (run.mesh.tp == 1 or run.has_engine)
         and not run.gpu.is_cpu
         and (run.recompute in ("none", "cheap") or run.repeats_forward)
     )
@@ -34,7 +38,7 @@ def is_replayed(run: Run) -> bool:
 @lru_cache(maxsize=4096)
 def fragmented(run: Run, limit: float = math.inf) -> float:
     """Bytes that are reserved beyond the peak of what is allocated, on a device with `limit` bytes."""
-    memory = replay(run, [run.length] * STEPS, limit)
+    memory = replay(run, [run.length] * (BUFFERED_STEPS if run.buffers_gradients else STEPS), limit)
     return memory.reserved - memory.peak + _beside_experts(run)
 
 

@@ -78,7 +78,8 @@ def head(run: Run) -> Head:
             padded,
             chosen,
             leaf("logits gradient", logits * (itemsize + held)),
-            leaf("head weight gradient", matrix * itemsize if trained else 0.0),
+            # Where a matmul adds it up, autograd is given a tensor that stays (`buffers.dummy_gradients`).
+            leaf("head weight gradient", matrix * itemsize if trained and not run.keeps_dummies else 0.0),
             gradient,
         )
         return Head(peak, group("head", gradient), matmuls)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from shoal.plan.memory.activations import attention_masks, block_input, block_kept, held_by_functions
 from shoal.plan.memory.buffers import (
     communication_buffers,
+    dummy_gradients,
     frees_bucket,
     gradient_bucket,
     mask_buffers,
@@ -78,9 +79,9 @@ class _Step:
         accumulates = run.grad_accum_steps > 1 and not run.data_parallelism.shards_gradients
         self.bucket_before = self.bucket if accumulates else NONE
         # Gradients accumulated so far. They are freed after a step, so the first micro-batch starts without any; but
-        # DDP keeps its buckets. DeepSpeed's gradients are no views of buckets.
+        # DDP keeps its buckets, and Megatron its buffer on one device too. DeepSpeed's are no views of buckets.
         views = run.data_parallelism.ddp and not (run.traits.hooks_gradients and run.data_parallelism.shards_optimizer)
-        self.accumulating = run.grad_accum_steps > 1 or views
+        self.accumulating = run.grad_accum_steps > 1 or views or run.buffers_gradients
         self.before = self.held.gradients if self.accumulating else NONE
         if run.sharded and (run.mesh.pp > 1 or run.accumulates_unsharded):
             self.before = NONE  # unsharded ones are accumulated instead, and reduce-scattered at the end of the step
@@ -95,6 +96,12 @@ class _Step:
         # is held unsharded.
         one_unit = run.sharded and run.trained.head and not run.separate_head_unit
         self.waiting = self.matrix * run.compute_bytes if one_unit else 0.0
+        # Of a tied matrix, what autograd has from the head waits for what comes from the embedding, even where a matmul
+        # has added it already (grad_added_to_main_grad in megatron/core/tensor_parallel/layers.py).
+        dummies = dummy_gradients(run, rank)
+        tied = run.shape.tied and rank.first and rank.last and run.buffers_gradients and not dummies
+        self.dummies = leaf("dummy weight gradients", dummies)
+        self.tied = leaf("gradient of the head", self.matrix * run.compute_bytes if tied else 0.0)
         # Until the next backward pass; buckets, which stay, are counted as gradients before.
         added = leaf("gradients that have been added", added_gradients(run, rank))
         buckets = leaf("gradient buckets", gradient_buckets(run, self.held.gradients.amount))
@@ -144,6 +151,7 @@ class _Step:
             head(run).remaining if self.rank.last else group("head"),
             leaf("outputs", held_outputs(run, self.rank)),
             self.bucket,
+            self.tied,
             # Autocast forgets its copies with its context; a block that is recomputed makes them once more.
             cast=1 / self.rank.blocks if run.repeats_forward else 1.0,
         )
@@ -167,6 +175,7 @@ class _Step:
             leaf("outputs", outputs_at_end(run, self.rank) or held_outputs(run, self.rank)),
             self.added,
             self.bucket,
+            self.tied,
             cast=1 / self.rank.blocks,
         )
 
@@ -182,6 +191,7 @@ class _Step:
             leaf("outputs", outputs_at_end(self.run, self.rank)),
             self.added,
             self.bucket,
+            self.tied,
             freed=gathered_embedding_and_head(self.run, self.counts),
             cast=0.0,
         )
@@ -230,6 +240,7 @@ class _Step:
             leaf("gradients being reduced", reducing),
             self.buffers,
             leaf("matmul workspaces", matmul_workspaces(self.run)),
+            self.dummies,
             leaf("causal masks", mask_buffers(self.run, self.rank)),
             *others,
         )

@@ -3,11 +3,11 @@
 from shoal.plan.memory.activations import block_input, has_mlp_in_place, held_by_functions, score_elements
 from shoal.plan.memory.head import head
 from shoal.plan.memory.replayed_loss import CHUNKED_LOSSES, logits_gradient
-from shoal.plan.memory.replayed_states import ReplayedStates
+from shoal.plan.memory.replayed_states import ReplayedStates, replayed_linears
 from shoal.plan.memory.saved_tensors import PARTS, READS, kept_tensors
 from shoal.plan.memory.segments import MIB, Allocator, Block
 from shoal.plan.memory.states import dequantized_bytes
-from shoal.plan.run.blocks import Linear, linears
+from shoal.plan.run.blocks import Linear
 from shoal.plan.run.run import Run
 
 # Of `head`: what other terms have already.
@@ -20,9 +20,9 @@ class Steps:
     def __init__(self, run: Run, limit: float) -> None:
         # Tensors of up to 1 MiB have segments of their own: there are many, and they hardly matter.
         self.run, self.memory = run, Allocator(limit, ignored=MIB)
-        self.matrices = linears(run.shape, joined=run.traits.fused_qkv)
+        self.matrices = replayed_linears(run)
         self.reading = {part: [one for one in self.matrices if one.reads == READS[part]] for part in PARTS}
-        self.table = run.shape.vocab * run.shape.hidden
+        self.table = run.shape.vocab * run.shape.hidden / run.mesh.tp
         self.eager = not run.compiled
         self.casts = run.casts_weights and not run.sharded
         self.upcast_norms = self.eager and run.traits.unfused_norms and run.shape.traits.rms_norm
@@ -181,7 +181,7 @@ class Steps:
     def backward(self, index: int, kept: dict[str, list[Block]], gradient: Block) -> Block:
         run, memory = self.run, self.memory
         take, give = memory.take, memory.give
-        inner = run.tokens * run.shape.ffn * run.layer_bytes
+        inner = run.tokens * run.shape.ffn / run.mesh.tp * run.layer_bytes
         reading = self.reading
         give(take(self.dequantized))
         # The MLP.
@@ -190,6 +190,9 @@ class Steps:
         give(*kept["last"])
         gated = run.shape.traits.gated and not has_mlp_in_place(run)
         factors = [take(inner) for _ in range(2 if gated else 0 if run.shape.traits.gated else 1)]
+        if len(factors) > len(reading["mlp"]):
+            give(*factors)
+            factors = [take(2 * inner)]
         give(above)
         sums = []
         for one in reading["mlp"]:

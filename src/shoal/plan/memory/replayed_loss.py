@@ -16,7 +16,7 @@ RETURNED = 16
 
 def logits_gradient(run: Run, memory: Allocator, end_autocast: Callable[[], None]) -> Block:
     """Logits, their loss and its backward pass; what remains is the logits' gradient in the compute dtype."""
-    count = run.head_tokens * run.shape.vocab
+    count = run.head_tokens * run.shape.vocab / run.mesh.tp
     logits = [memory.take(count * run.head_bytes)]
     if is_fused_loss(run):
         return _of_kernel(run, memory, end_autocast, logits.pop(), count)

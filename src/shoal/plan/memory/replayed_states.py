@@ -1,12 +1,14 @@
 """What training keeps from one micro-batch to the next, as the caching allocator sees it: weights, gradients, and the
 state of the optimizer."""
 
+from dataclasses import replace
+
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.plan.memory.buffers import adafactor_copies
 from shoal.plan.memory.retained import gradient_buckets
 from shoal.plan.memory.segments import Allocator, Block
 from shoal.plan.memory.states import BUCKET_BYTES, adapted, stored_bytes
-from shoal.plan.run.blocks import linears
+from shoal.plan.run.blocks import Linear, linears
 from shoal.plan.run.run import Run
 
 Name = tuple[int | str, ...]  # of a trained matrix
@@ -22,21 +24,36 @@ def state_widths(run: Run) -> list[float]:
     return [optimizer.bytes_per_parameter(run.trained_bytes) / count] * count
 
 
+def replayed_linears(run: Run) -> tuple[Linear, ...]:
+    """The linear layers of a block, of a tensor-parallel rank. Transformer Engine's that read the same norm are one."""
+    tp, found = run.mesh.tp, linears(run.shape, joined=run.traits.fused_qkv)
+    if tp > 1:
+        sizes = [(one, one.local_sizes(tp)) for one in found]
+        found = tuple(replace(one, inputs=int(inputs), outputs=int(outputs)) for one, (inputs, outputs) in sizes)
+    mlp = [one for one in found if one.reads == "second norm"]
+    if not run.has_engine or len(mlp) < 2:
+        return found
+    place = found.index(mlp[0])
+    joined = replace(mlp[0], outputs=sum(one.outputs for one in mlp))
+    return (*found[:place], joined, *found[place + len(mlp) :])
+
+
 class ReplayedStates:
     """The tensors of a rank's weights, gradients and optimizer state."""
 
     def __init__(self, run: Run, memory: Allocator) -> None:
         self.run, self.memory = run, memory
-        self.matrices = linears(run.shape, joined=run.traits.fused_qkv)
-        self.table = run.shape.vocab * run.shape.hidden
+        self.matrices = replayed_linears(run)
+        self.table = run.shape.vocab * run.shape.hidden / run.mesh.tp
         self.adapted, self.rank = (adapted(run), run.adapter.rank) if run.adapter is not None else ([], 0)
+        self.buffered = run.buffers_gradients and run.mixed
         self.gradients: dict[Name, Block] = {}
         self.optimizer: list[Block] = []
         self._weights()
 
     def _weights(self) -> None:
         run, take = self.run, self.memory.take
-        other = run.weight_bytes
+        other: float = run.weight_bytes
         each: float = other
         if run.adapter is not None:
             other = 4 if run.adapter.upcasts else run.frozen_bytes
@@ -46,6 +63,9 @@ class ReplayedStates:
             return
         casts = run.mixed and not run.sharded and not run.traits.casts_per_use and run.adapter is None
         copies = run.compute_bytes if casts else 0
+        if self.buffered:  # master weights are sharded like the rest of the optimizer's state
+            copies = run.compute_bytes
+            other = each = other / run.optimizer_shards
         tables = [self.table] * (1 if run.shape.tied else 2)
         for size in tables:
             take(size * other / sharing)
@@ -60,6 +80,8 @@ class ReplayedStates:
                 take(self.rank * one.inputs * run.trained_bytes)
                 take(self.rank * one.outputs * run.trained_bytes)
         trained = sum(size for _, size in self._trained_tensors())
+        if self.buffered:
+            take(trained * run.added_bytes)
         buckets = gradient_buckets(run, trained * run.trained_bytes)
         for _ in range(int(buckets // BUCKET_BYTES)):
             take(BUCKET_BYTES)
@@ -84,8 +106,10 @@ class ReplayedStates:
         """A new gradient; or one that is added to what is there."""
         run, memory, computed = self.run, self.memory, self.run.compute_bytes
         itemsize = run.gradient_bytes or run.trained_bytes
-        if run.sharded:  # reduced on another stream
-            memory.give(memory.take(size * computed))
+        if run.sharded or self.buffered:  # reduced on another stream, or added to the buffer
+            within = self.buffered and run.traits.accumulates_in_matmuls and name != ("embedding",)
+            if not within:
+                memory.give(memory.take(size * computed))
             return
         narrow = computed < itemsize
         if name in self.gradients:
@@ -107,7 +131,10 @@ class ReplayedStates:
         run, memory = self.run, self.memory
         updated = [size for _, size in self._trained_tensors()]
         # FSDP shards each tensor; PyTorch's ZeRO-1 has whole ones by turns.
-        updated = [size / run.shards for size in updated] if run.sharded else updated[:: run.optimizer_shards]
+        if run.sharded or self.buffered:
+            updated = [size / run.optimizer_shards for size in updated]
+        else:
+            updated = updated[:: run.optimizer_shards]
         if not self.optimizer:
             widths = state_widths(run)
             self.optimizer = [memory.take(size * width) for size in updated for width in widths]

@@ -19,6 +19,7 @@ def kept_tensors(run: Run) -> dict[str, list[float]]:
     """Bytes of the tensors that a block saves, by the part of it that saves them."""
     found: dict[str, list[float]] = {part: [] for part in PARTS}
     width = run.tokens * run.shape.hidden
+    sharded = run.tokens / run.mesh.tp  # with the channels of heads and MLP
     norms = ("norm",) if run.shape.shared_norm else ("norm", "second norm")
     for term in block_kept(run).parts:
         amount = term.amount
@@ -31,13 +32,14 @@ def kept_tensors(run: Run) -> dict[str, list[float]]:
             found["norm"] += sizes[:half]
             found["second norm"] += sizes[half:]
         elif term.name == "MLP intermediates":
-            sizes = _divided(amount, float(run.tokens * run.shape.ffn * run.layer_bytes))
-            found["mlp"] += sizes[:-1]
+            sizes = _divided(amount, sharded * run.shape.ffn * run.layer_bytes)
+            joined = run.has_engine and run.shape.traits.gated
+            found["mlp"] += [sum(sizes[:-1])] if joined and sizes[:-1] else sizes[:-1]
             found["last"] += sizes[-1:]
         elif term.name == "queries, keys, values":
-            keys = run.tokens * run.shape.kv_width * run.attention_bytes
+            keys = sharded * run.shape.kv_width * run.attention_bytes
             found["attention"] += [
-                *_divided(amount - 2 * keys, float(run.tokens * run.shape.query_width * run.attention_bytes)),
+                *_divided(amount - 2 * keys, sharded * run.shape.query_width * run.attention_bytes),
                 keys,
                 keys,
             ]

@@ -16,6 +16,9 @@ ONE = Mesh()
 GATHERED_AGAIN = 2022
 
 
+ENGINE_SINCE = 2023
+
+
 @dataclass(frozen=True)
 class Settings:
     """The settings of a training run, with the config's defaults."""
@@ -92,6 +95,25 @@ class Settings:
         if isinstance(self.recompute, int):
             return -(-self.shape.layers // self.recompute) / self.shape.layers
         return min(1.0, self.recomputed_blocks * self.mesh.pp / self.shape.layers) if self.recomputed_blocks else 1.0
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether layers are modules of Transformer Engine, as Megatron's are since 2023. The host launches their
+        kernels one by one."""
+        traits = self.traits
+        return traits.fused_by_hand and not traits.planned_memory and not 0 < traits.software < ENGINE_SINCE
+
+    @property
+    def buffers_gradients(self) -> bool:
+        """Whether gradients are parts of a buffer that is there from the beginning, as Megatron's."""
+        traits = self.traits
+        buffered = traits.masters_with_optimizer and (traits.wide_gradients or traits.accumulates_in_matmuls)
+        return buffered and not traits.flattens_gradients and not traits.planned_memory
+
+    @property
+    def keeps_dummies(self) -> bool:
+        """Whether autograd is given tensors that stay in place of weight gradients that matmuls have added up."""
+        return self.traits.dummy_gradients and self.traits.accumulates_in_matmuls and self.has_engine
 
     @property
     def offloads_activations(self) -> bool:

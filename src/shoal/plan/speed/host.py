@@ -25,7 +25,7 @@ GRAPH_BLOCK_HOST = 1.3e-3
 # B200 1.2 times as long without CUDA graphs (docs.nvidia.com/dl-cuda-graph/latest/examples/llama2-70b-lora.html) as the
 # 0.254 s that it takes with them (mlcommons/training_results_v5.0, Oracle's), for 80 layers. 48 layers take 220 ms with
 # one sequence of 1,024 tokens, of which 37 ms are optimizer, head and loss (vuiseng9/megatron-tutorials), as much each.
-ENGINE_BLOCK_HOST, ENGINE_SINCE = 1.2 * 0.254 / 80, 2023
+ENGINE_BLOCK_HOST = 1.2 * 0.254 / 80
 # Host time of an adapted layer, eager: about twenty kernels forward and backward, and PEFT's Python between them; and
 # of a quantized one, which bitsandbytes dequantizes in Python in both passes. From steps that hardly depend on the
 # length of their sequences: OpenLLaMA 7B with adapters in all layers, two sequences of 256 tokens under autocast on an
@@ -106,7 +106,7 @@ def _launching(run: Run, blocks: int) -> float:
     """Host time to launch the kernels of a micro-batch, both passes, on a host with an x86 CPU."""
     if run.compiled and not run.traits.liger_kernels:
         block = GRAPH_BLOCK_HOST if run.traits.compiles_loss else COMPILED_BLOCK_HOST
-        block = ENGINE_BLOCK_HOST if _has_engine(run) else block
+        block = ENGINE_BLOCK_HOST if run.has_engine else block
         # Kernels that are fused by hand are launched one by one, also those of a recomputed forward pass.
         again = FORWARD_HOST * block * run.repeated_share if run.traits.fused_by_hand else 0.0
         return (block + again + experts_host(run) + zero_hooks(run) + _unit_hooks(run)) * blocks
@@ -133,12 +133,6 @@ def _launching(run: Run, blocks: int) -> float:
         again = HOOKED_HOST * max(block, EAGER_BLOCK_HOST)
     launched = block + again * run.repeated_share + FORWARD_HOST * block * run.reference_pass
     return (launched + experts_host(run) + zero_hooks(run) + _unit_hooks(run)) * blocks
-
-
-def _has_engine(run: Run) -> bool:
-    """Whether layers are modules of Transformer Engine, whose kernels the host launches one by one."""
-    traits = run.traits
-    return traits.fused_by_hand and not traits.planned_memory and not 0 < traits.software < ENGINE_SINCE
 
 
 def _unit_hooks(run: Run) -> float:

@@ -81,10 +81,12 @@ BUCKET_ALL_REDUCE: Month = (2023, 12)
 LATE_BUCKET: Month = (2025, 7)
 TRACKED_HOOKS: Month = (2026, 2)
 CHECKED_GRADIENTS: Month = (2026, 8)
-# axolotl's kernels for adapters, and with dropout (its pull requests 3528 and 3806); the entropy that TRL logs, and its
+# axolotl's kernels for adapters, and with dropout (its pull requests 3528 and 3806), and its setting of the allocator
+# (pull request 1755); the entropy that TRL logs, and its
 # loss in parts; Unsloth's fused loss, and the larger parts of it, with which inputs of blocks come back from the host
 # while other blocks are computed; and kernels of its own for it, whose parts are small (2026.10.6).
 ADAPTER_KERNELS: Month = (2025, 4)
+AXOLOTL_SEGMENTS: Month = (2024, 7)
 DROPPED_INPUTS: Month = (2026, 8)
 LOGGED_ENTROPY: Month = (2025, 8)
 CHUNKED_LOSS: Month = (2026, 6)
@@ -96,6 +98,8 @@ PROJECTED_LOSS: Month = (2025, 5)
 # nanotron's `tp_recompute_allgather`.
 NANOTRON_GATHERS: Month = (2024, 8)
 OTHER_STREAM: Month = (2025, 1)
+# Megatron Core 0.14, with Transformer Engine 2.3.
+DUMMY_GRADIENTS: Month = (2025, 10)
 
 # Around Hugging Face's Trainer.
 TRAINERS = {"huggingface", "trl", "axolotl", "llama-factory", "unsloth"}
@@ -130,6 +134,7 @@ def as_of(system: str, traits: SystemTraits, date: Month, *, gpu: Gpu, model_typ
             del changes["eager_attention"]
     if system in TRAINERS or system in ("transformers", "litgpt", "kempnerforge"):
         changes["flash2"] = traits.flash2 or date < CUDNN_ATTENTION
+    changes["dummy_gradients"] = traits.dummy_gradients and date >= DUMMY_GRADIENTS
     changes |= _own(system, traits, date, gpu)
     return replace(traits, **changes)
 
@@ -183,7 +188,8 @@ def _own(system: str, traits: SystemTraits, date: Month, gpu: Gpu) -> dict[str, 
         return changes
     if system == "axolotl":
         with_dropout: Any = "dropout" if date >= DROPPED_INPUTS else True
-        return {"fused_adapters": date >= ADAPTER_KERNELS and with_dropout}
+        fused = date >= ADAPTER_KERNELS and with_dropout
+        return {"fused_adapters": fused, "expandable_segments": date >= AXOLOTL_SEGMENTS}
     if system == "trl":
         return {"logs_entropy": date >= LOGGED_ENTROPY}
     if system == "unsloth":

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.config.schema_train import RecomputeConfig
-from shoal.plan.systems.modelled import DEEPSPEED, HUGGING_FACE, MEGATRON, TORCHTITAN_2024
+from shoal.plan.systems.modelled import COMPILED_LOSS, DEEPSPEED, HUGGING_FACE, MEGATRON, TORCHTITAN_2024
 from shoal.plan.systems.traits import SystemTraits
 
 # A loop of one's own around transformers' models: the loss of their outputs, which it holds until the next ones,
@@ -80,7 +80,13 @@ TENSORFLOW = replace(
 MAXTEXT = replace(MEGATRON, fused_softmax="never", planned_memory=True)
 # Recipes of Megatron-Bridge 0.1.0rc4 as they are: both overlaps and fp32 gradients (recipes/qwen), no
 # comm_overlap_config, and `bias_activation_fusion` false (models/gpt_provider.py).
-MEGATRON_BRIDGE = replace(MEGATRON, fused_activation=False, overlaps_gradients=True, overlaps_weight_gather=True)
+MEGATRON_BRIDGE = replace(
+    MEGATRON,
+    fused_activation=False,
+    kernel_logit_bytes=COMPILED_LOSS,
+    overlaps_gradients=True,
+    overlaps_weight_gather=True,
+)
 # flash-attn's norms and attention, an eager activation and loss (cast_to_fp32 in nanotron/models/llama.py), fp32
 # gradients that FP32GradientAccumulator adds up, and stages that are balanced by get_block_compute_costs.
 NANOTRON = replace(

@@ -123,6 +123,7 @@ MEGATRON = SystemTraits(
     masters_with_optimizer=True,  # Float16OptimizerWithFloat16Params in megatron/core/optimizer/optimizer.py
     wide_gradients=True,  # --bf16 sets accumulate_allreduce_grads_in_fp32 in megatron/training/arguments.py
     accumulates_in_matmuls=True,  # gradient_accumulation_fusion in megatron/core/model_parallel_config.py
+    dummy_gradients=True,  # megatron/core/tensor_parallel/layers.py, Transformer Engine's linear layers
     gathers_inputs_again=True,  # megatron/core/tensor_parallel/layers.py, Transformer Engine's linear layers
     saves_fp8_inputs=True,  # Transformer Engine's linear layers
     casts_once=True,  # the same: both layouts by one kernel
@@ -140,10 +141,18 @@ MEGATRON = SystemTraits(
 # Its own scripts: without --cross-entropy-loss-fusion, logits are copied to fp32, over which softmax and gradient are
 # written (megatron/core/tensor_parallel/cross_entropy.py).
 MEGATRON_LM = replace(MEGATRON, kernel_logit_bytes=6.0)
+# With it (`native`), the backward pass has fp32 copies of softmax and gradient beside the gradient in 16 bits: what
+# torch.compile makes of calculate_gradients in megatron/core/fusions/fused_cross_entropy.py.
+COMPILED_LOSS = 10.0
 # Its recipes, also as Megatron Bridge: bf16_mixed() with grad_reduce_in_fp32=False, tp_comm_overlap, and both overlaps
 # of data parallelism.
 NEMO = replace(
-    MEGATRON, wide_gradients=False, overlaps_tensor=True, overlaps_gradients=True, overlaps_weight_gather=True
+    MEGATRON,
+    kernel_logit_bytes=COMPILED_LOSS,
+    wide_gradients=False,
+    overlaps_tensor=True,
+    overlaps_gradients=True,
+    overlaps_weight_gather=True,
 )
 # Megatron-DeepSpeed: Megatron's model with DeepSpeed's ZeRO-1, which flattens fp16 gradients in its step; bf16 ones are
 # added up in fp32 by its BF16_Optimizer.
@@ -170,7 +179,8 @@ TRL = replace(
 )
 # The Trainer with a model in bf16 (torch_dtype in axolotl/utils/config), which leaves autocast nothing to cast, the
 # flash-attn package (`flash_attention: true` in its examples), multipack by cumulative lengths, and kernels for
-# adapters (check_auto_enable_lora_kernels in axolotl/utils/schemas/config.py, since April 2025).
+# adapters (check_auto_enable_lora_kernels in axolotl/utils/schemas/config.py, since April 2025). Checkpoints are
+# reentrant (normalize_config in axolotl/utils/config), and segments expand (axolotl/utils/__init__.py).
 AXOLOTL = replace(
     TRL,
     eager_attention="never",
@@ -182,11 +192,21 @@ AXOLOTL = replace(
     narrow_adapters=False,
     fused_adapters="dropout",
     logs_entropy=False,
+    reentrant=True,
+    expandable_segments=True,
 )
-# The Trainer with a model in bf16 and adapters in fp32 (cast_trainable_params_to_fp32 in its model/adapter.py),
-# PyTorch's attention (`flash_attn: auto`) and reentrant checkpoints (`use_reentrant_gc: true`).
+# The Trainer with a model in bf16, whose trained weights are cast to fp32 (_setup_full_tuning and _setup_lora_tuning in
+# its model/adapter.py) unless `pure_bf16` is given, PyTorch's attention (`flash_attn: auto`) and reentrant checkpoints
+# (`use_reentrant_gc: true`).
 LLAMA_FACTORY = replace(
-    AXOLOTL, eager_attention="types", flash2=False, variable_lengths=False, reentrant=True, fused_adapters=False
+    AXOLOTL,
+    eager_attention="types",
+    wide_residual_stream=True,
+    casts_per_use=True,
+    flash2=False,
+    variable_lengths=False,
+    expandable_segments=False,
+    fused_adapters=False,
 )
 # Kernels of its own (unsloth/kernels): RMSNorm, rotary embeddings, SwiGLU; a cross-entropy that overwrites the logits
 # with their gradient, or, since August 2025, that holds those of a part (get_chunk_size in

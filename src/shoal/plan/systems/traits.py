@@ -299,7 +299,10 @@ class SystemTraits:
     narrow_reduction: bool = False
     # Matmuls add to the gradients of earlier micro-batches; else these are added up by kernels of their own.
     accumulates_in_matmuls: bool = False
-    # Gradients are accumulated and reduced in fp32, though weights are in 16 bits.
+    # What they give to autograd in its place is a tensor for each shape of weight, which stays: get_dummy_wgrad in
+    # Transformer Engine's pytorch/module/base.py.
+    dummy_gradients: bool = False
+    # Gradients are accumulated and reduced in fp32, though weights are in 16 bits. Megatron's are in a buffer.
     wide_gradients: bool = False
     # 16-bit gradients are cast to fp32 to be reduced, and back.
     widens_reduction: bool = False

@@ -1,0 +1,77 @@
+"""Megatron-LM, as it was measured on an H200, and as its releases differ."""
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from shoal.plan.memory.forecast import Memory, forecast_memory
+from shoal.plan.terms import GIB
+from tests.plan.planning import plan
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+MEASURED = BENCHMARKS / "gpu" / "megatron_h200" / "drawn.jsonl"
+# Llama 3.2 1B: its vocabulary's matrix, and those of a block.
+TABLE, BLOCK = 128_256 * 2048, 2048 * (2048 + 1024) + 2048 * 2048 + 3 * 2048 * 8192
+PARAMETERS = 1_235_814_400
+
+
+def memory(system: str, *settings: str, length: int = 512, batch: int = 1, devices: int = 1) -> Memory:
+    asked = ["model.shape=llama3.2-1b", "hardware.gpu=h200", f"hardware.devices={devices}", "data.pack=true"]
+    asked += [f"data.max_length={length}", f"train.micro_batch={batch}", f"train.global_batch={batch}"]
+    found = plan(*asked, "train.recompute=none", *settings, system=system)
+    return forecast_memory(found.choice.run)
+
+
+def at(found: Memory, moment: str, term: str) -> float:
+    [tree] = [one.tree for one in found.worst.moments if one.name == moment]
+    part = tree.find(term)
+    return 0.0 if part is None else part.amount
+
+
+def test_memory_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thirteen runs drawn at random: benchmarks/gpu/drawn_megatron.py."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import plan_published as published
+
+    lines = [json.loads(line) for line in MEASURED.read_text().splitlines()]
+    rows = published.read_measured(MEASURED)
+    assert len(rows) == 13
+    reserved = []
+    for row, line in zip(rows, lines, strict=True):
+        assert row.run is not None, row.unsaid
+        found = forecast_memory(row.run)
+        assert found.allocated / GIB == pytest.approx(line["allocated_gib"], rel=0.021), row.label
+        reserved.append(abs(found.reserved / GIB / line["memory"][0] - 1))
+    assert statistics.median(reserved) < 0.02
+    assert max(reserved) < 0.075
+
+
+def test_gradients_are_a_buffer_that_is_there_in_the_forward_pass() -> None:
+    assert at(memory("megatron"), "forward pass", "gradients") == pytest.approx(4 * PARAMETERS)
+    assert at(memory("huggingface"), "forward pass", "gradients") == 0
+
+
+def test_dummy_gradients_of_every_shape_stay_since_core_0_14() -> None:
+    name = "dummy weight gradients"
+    assert at(memory("megatron@2026-03"), "loss", name) == 2 * (TABLE + BLOCK)
+    before = memory("megatron@2025-06")
+    assert at(before, "loss", name) == 0
+    # Before, that of a tied matrix waits for the embedding's.
+    assert at(before, "backward of the first block", "gradient of the head") == 2 * TABLE
+
+
+def test_large_logits_are_reserved_once_more_after_the_optimizer_has_made_its_state() -> None:
+    """Its state lies where the logits of the first step were; the third step's fit nowhere that the second left."""
+    found = memory("megatron", "model.shape=llama3.2-3b", length=8192, batch=2)
+    wide = 4 * 16_384 * 128_256
+    assert found.reserved - found.allocated == pytest.approx(wide, rel=0.2)
+    few = memory("megatron", length=512)
+    assert few.reserved - few.allocated < GIB / 2
+
+
+def test_tensor_parallel_ranks_are_replayed_with_their_parts() -> None:
+    found = memory("megatron", "parallel.tp=2", length=2048, batch=8, devices=2)
+    wide = 4 * 16_384 * 128_256 / 2
+    assert 0 < found.reserved - found.allocated < 1.5 * wide
