@@ -141,6 +141,8 @@ def processes(site: Path, folder: Path) -> Iterator[Callable[[list[str]], str]]:
 
 
 def load(site: Path, folder: Path) -> None:
+    # Workers of its data loader that are spawned, as this process is, take longer to start than a run.
+    multiprocessing.set_start_method("fork", force=True)
     os.environ.update(ONE_RANK)
     sys.path[:0] = [str(folder), str(site)]
     importlib.import_module("pretrain_gpt")

@@ -47,8 +47,10 @@ class Steps:
         self.outputs = {one.name: self._output_sizes(one) for one in self.matrices}
 
     def step(self) -> None:
-        # The first step is there for where it leaves the state.
-        for _ in range(min(2, self.run.grad_accum_steps) if self.states.optimizer else 1):
+        # The first step is there for where it leaves the state. A second micro-batch finds the gradients of the first,
+        # which are there anyway if they are in a buffer.
+        differs = self.states.optimizer and not self.states.buffered
+        for _ in range(min(2, self.run.grad_accum_steps) if differs else 1):
             self.micro_batch()
         self.states.step()
 

@@ -47,6 +47,9 @@ class ReplayedStates:
         self.table = run.shape.vocab * run.shape.hidden / run.mesh.tp
         self.adapted, self.rank = (adapted(run), run.adapter.rank) if run.adapter is not None else ([], 0)
         self.buffered = run.buffers_gradients and run.mixed
+        # Whether gradients are reduced on another stream, or added to the buffer; which matmuls may do themselves.
+        self.passing = run.sharded or self.buffered
+        self.within = self.buffered and run.traits.accumulates_in_matmuls
         self.gradients: dict[Name, Block] = {}
         self.optimizer: list[Block] = []
         self._weights()
@@ -105,12 +108,11 @@ class ReplayedStates:
     def add_gradient(self, name: Name, size: float) -> None:
         """A new gradient; or one that is added to what is there."""
         run, memory, computed = self.run, self.memory, self.run.compute_bytes
-        itemsize = run.gradient_bytes or run.trained_bytes
-        if run.sharded or self.buffered:  # reduced on another stream, or added to the buffer
-            within = self.buffered and run.traits.accumulates_in_matmuls and name != ("embedding",)
-            if not within:
+        if self.passing:
+            if not self.within or name == ("embedding",):
                 memory.give(memory.take(size * computed))
             return
+        itemsize = run.gradient_bytes or run.trained_bytes
         narrow = computed < itemsize
         if name in self.gradients:
             parts = [] if narrow and name == ("embedding",) else [memory.take(size * min(computed, itemsize))]

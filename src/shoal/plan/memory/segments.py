@@ -40,7 +40,7 @@ class Allocator:
     def take(self, wanted: float) -> Block:
         if wanted <= self._ignored:
             return NOTHING
-        size = max(512, -(-int(wanted) // 512) * 512)
+        size = -(-int(wanted) // 512) * 512 or 512
         small = size <= MIB
         free = self._small if small else self._large
         place = bisect_left(free, (size, -1))
