@@ -301,10 +301,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "data.pack": True,
     },
     # disable_gradient_checkpointing: false in its hparams/model_args.py, packing only in pretraining, bf16: true in its
-    # examples; trained weights too are in bf16, as with its pure_bf16.
+    # examples, with which trained weights are in fp32.
     "llama-factory": {
         "parallel.strategy": "ddp",
-        "train.precision": "bf16-true",
+        "train.precision": "bf16-mixed",
         "train.recompute": "full",
         "train.loss_impl": "plain",
         "train.compile": False,
