@@ -33,6 +33,7 @@ from shoal.plan.run.run import FROZEN, Adapter, Run, Trained
 from shoal.plan.speed.forecast import forecast_speed
 from shoal.plan.systems.earlier import (
     BUCKET_ALL_REDUCE,
+    DUMMY_GRADIENTS,
     FP32_ADAPTERS,
     FUSED_ADAMW,
     FUSED_RMS_NORM,
@@ -221,6 +222,8 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
         traits = replace(traits, chunks="upcast")
     if line["system"] == "torchtitan-2025" and year_and_month(line) < FUSED_RMS_NORM:
         traits = replace(traits, unfused_norms=True)
+    if year_and_month(line) < DUMMY_GRADIENTS:
+        traits = replace(traits, dummy_gradients=False)
     if traits.bucket_elements and year_and_month(line) < BUCKET_ALL_REDUCE:
         traits = replace(traits, all_reduces=False)
     held = line.get("adapter") is not None and line["strategy"] in ("fsdp", "zero3")

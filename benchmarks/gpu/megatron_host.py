@@ -2,9 +2,10 @@
 
     python benchmarks/gpu/megatron_host.py FILE --site FOLDER [--seconds 540]
 
-A line of FILE is a run of `drawn_megatron.py` with the options that differ, and the milliseconds per iteration. The
-first line is a run of Hugging Face's Trainer on the same machine, whose host the forecast knows. A last run, with few
-blocks and large logits, also writes every allocation of its third iteration beside FILE.
+A line of FILE is a run of `drawn_megatron.py` with the options that differ, and the milliseconds per iteration. Then a
+run with few blocks and large logits writes every allocation of its first four iterations beside FILE; and the last
+lines are runs of Hugging Face's Trainer on the same machine, whose host the forecast knows. These three come after the
+`--seconds` of the others.
 """
 
 import argparse

@@ -10,6 +10,7 @@ from shoal.plan.systems.traits import SystemTraits
 
 ALEPH = replace(
     MEGATRON,
+    transformer_engine=False,
     fused_activation=False,
     loss_kernel="never",
     accumulates_in_matmuls=False,
@@ -32,15 +33,21 @@ MEGATRONS: dict[str, SystemTraits] = {
     "maxtext": FURTHER["maxtext"],
     # NVIDIA's BERT: Apex's norms and optimizer, PyTorch's DDP, scores with PyTorch's softmax; later NVFuser.
     "bert-apex": replace(
-        MEGATRON, fused_softmax="compiled", accumulates_in_matmuls=False, overlaps_gradients=True, wide_gradients=False
+        MEGATRON,
+        transformer_engine=False,
+        fused_softmax="compiled",
+        accumulates_in_matmuls=False,
+        overlaps_gradients=True,
+        wide_gradients=False,
     ),
     # Its pretraining: --allreduce_post_accumulation is true in scripts/run_pretraining.sh.
     "bert-apex-pretraining": replace(
-        MEGATRON, fused_softmax="compiled", accumulates_in_matmuls=False, wide_gradients=False
+        MEGATRON, transformer_engine=False, fused_softmax="compiled", accumulates_in_matmuls=False, wide_gradients=False
     ),
     # Its first version, of July 2019: `gelu` in modeling.py.
     "bert-apex-2019-07": replace(
         MEGATRON,
+        transformer_engine=False,
         fused_softmax="compiled",
         accumulates_in_matmuls=False,
         overlaps_gradients=True,
@@ -51,7 +58,12 @@ MEGATRONS: dict[str, SystemTraits] = {
     ),
     # `_allgather_param` in deepspeed/runtime/zero/partition_parameters.py, with a torch.cuda.synchronize() before each.
     "deepspeed-2021": replace(
-        MEGATRON, lists_shards=True, wide_gradients=False, accumulates_in_matmuls=False, even_stages=False
+        MEGATRON,
+        transformer_engine=False,
+        lists_shards=True,
+        wide_gradients=False,
+        accumulates_in_matmuls=False,
+        even_stages=False,
     ),
     # Of 2023 and 2024, with flash attention 2 on Hopper.
     "flagscale": replace(MEGATRON, flash2=True),
@@ -90,6 +102,7 @@ MEGATRONS: dict[str, SystemTraits] = {
     # gradients that FP32GradientAccumulator adds up, and stages that are balanced by get_block_compute_costs.
     "nanotron": replace(
         MEGATRON,
+        transformer_engine=False,
         fused_activation=False,
         loss_kernel="never",
         accumulates_in_matmuls=False,
@@ -119,6 +132,7 @@ MEGATRONS: dict[str, SystemTraits] = {
     # scaled_upper_triang_masked_softmax_fusion and bias_gelu_fusion: false; ZeRO-1 with overlap_comm.
     "neox": replace(
         MEGATRON,
+        transformer_engine=False,
         fused_softmax="never",
         fused_activation=False,
         loss_kernel="never",
@@ -150,7 +164,12 @@ MEGATRONS: dict[str, SystemTraits] = {
     # Triton kernels, the flash-attn package, weight gradients added to fp32 buffers by a kernel of their own; reduces
     # and gathers on another stream (fast_llm/engine/schedule/runner.py). Queries are a matmul apart from the keys'.
     "fast-llm": replace(
-        MEGATRON, accumulates_in_matmuls=False, overlaps_gradients=True, overlaps_weight_gather=True, flash2=True
+        MEGATRON,
+        transformer_engine=False,
+        accumulates_in_matmuls=False,
+        overlaps_gradients=True,
+        overlaps_weight_gather=True,
+        flash2=True,
     ),
     # Primus with cross_entropy_loss_fusion: false, its default (primus/configs/models/megatron/language_model.yaml).
     "primus-plain-loss": replace(
@@ -161,7 +180,9 @@ MEGATRONS: dict[str, SystemTraits] = {
         overlaps_weight_gather=True,
     ),
     # Megatron with Lumen's kernels: --overlap-grad-reduce, --no-gradient-accumulation-fusion, no fused cross-entropy.
-    "lumen": replace(MEGATRON, loss_kernel="never", accumulates_in_matmuls=False, overlaps_gradients=True),
+    "lumen": replace(
+        MEGATRON, transformer_engine=False, loss_kernel="never", accumulates_in_matmuls=False, overlaps_gradients=True
+    ),
     # core_r0.14.0 without --cross-entropy-loss-fusion; and with --overlap-grad-reduce and --overlap-param-gather.
     "megatron-0.14": replace(MEGATRON, loss_kernel="never"),
     "megatron-0.14-overlapped": replace(

@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 
 from shoal.plan.memory.forecast import Memory, forecast_memory
+from shoal.plan.memory.fragmentation import is_replayed
+from shoal.plan.memory.replayed_states import ReplayedStates
+from shoal.plan.memory.saved_tensors import kept_tensors
+from shoal.plan.memory.segments import Allocator
 from shoal.plan.terms import GIB
 from tests.plan.planning import plan
 
@@ -49,13 +53,19 @@ def test_memory_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gradients_are_a_buffer_that_is_there_in_the_forward_pass() -> None:
-    assert at(memory("megatron"), "forward pass", "gradients") == pytest.approx(4 * PARAMETERS)
-    assert at(memory("huggingface"), "forward pass", "gradients") == 0
+    alone = "parallel.strategy=single"
+    assert at(memory("megatron", alone), "forward pass", "gradients") == pytest.approx(4 * PARAMETERS)
+    assert at(memory("nemo", alone), "forward pass", "gradients") == pytest.approx(2 * PARAMETERS)
+    for others in ("train.precision=bf16-true", "adapter.kind=lora"):
+        assert at(memory("megatron", alone, others), "forward pass", "gradients") == 0
+    assert at(memory("huggingface", alone), "forward pass", "gradients") == 0
 
 
 def test_dummy_gradients_of_every_shape_stay_since_core_0_14() -> None:
     name = "dummy weight gradients"
     assert at(memory("megatron@2026-03"), "loss", name) == 2 * (TABLE + BLOCK)
+    assert at(memory("nemo", "adapter.kind=lora"), "loss", name) == 0  # nothing that is frozen has a gradient
+    assert at(memory("gpt-neox"), "loss", name) == at(memory("megatron-deepspeed"), "loss", name) == 0
     before = memory("megatron@2025-06")
     assert at(before, "loss", name) == 0
     # Before, that of a tied matrix waits for the embedding's.
@@ -73,5 +83,19 @@ def test_large_logits_are_reserved_once_more_after_the_optimizer_has_made_its_st
 
 def test_tensor_parallel_ranks_are_replayed_with_their_parts() -> None:
     found = memory("megatron", "parallel.tp=2", length=2048, batch=8, devices=2)
-    wide = 4 * 16_384 * 128_256 / 2
-    assert 0 < found.reserved - found.allocated < 1.5 * wide
+    assert is_replayed(found.run)
+    states = ReplayedStates(found.run, Allocator())
+    held = sum(at(found, "forward pass", term) for term in ("parameters", "gradients"))
+    masters = 4 / 12 * at(found, "forward pass", "optimizer state")
+    assert states.memory.allocated == pytest.approx(held + masters, rel=0.01)
+    # What a rank saves of a block is half of what one device saves, also tensor by tensor.
+    alone = memory("megatron", length=2048, batch=8)
+    both = [[size for part in kept_tensors(one.run).values() for size in part] for one in (found, alone)]
+    assert both[0] == pytest.approx([size / 2 for size in both[1]], rel=0.01)
+
+
+def test_sharded_gradients_are_no_buffer() -> None:
+    for strategy in ("zero2", "fsdp"):
+        assert not is_replayed(
+            memory("megatron", f"parallel.strategy={strategy}", "train.global_batch=8", devices=8).run
+        )

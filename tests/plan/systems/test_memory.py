@@ -200,7 +200,7 @@ def test_megatrons_own_loss_copies_the_logits_to_fp32() -> None:
         return found.amount / (run.tokens * 32_000)
 
     assert (each("megatron", "bf16-mixed"), each("megatron", "32-true")) == (6, 8)
-    # Its fused loss, as torch.compile makes it, has the softmax twice in fp32 and the gradient in bf16.
+    # Its fused loss, as torch.compile makes it, has softmax and gradient in fp32 beside the gradient in bf16.
     assert (each("nemo", "bf16-mixed"), each("nemo", "32-true")) == (10, 10)
 
 

@@ -4,7 +4,7 @@ from shoal.catalogue.efficiency import CDNA3
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.plan.memory.activations import block_input
 from shoal.plan.memory.states import BUCKET_BYTES, ZERO1_BUCKET, trained_parameters
-from shoal.plan.run.blocks import linears, orthogonalized
+from shoal.plan.run.blocks import MLP, linears, orthogonalized
 from shoal.plan.run.layout import Rank, micro_batches_in_flight
 from shoal.plan.run.run import Run
 from shoal.plan.terms import Term, group, leaf
@@ -19,6 +19,7 @@ HOPPER = (9, 0)
 # (parseChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp). Before version 2.0 cuBLAS allocated its own.
 WORKSPACE, HOPPER_WORKSPACE = 8.125 * 2**20, 32 * 2**20
 WORKSPACES_SINCE = 2023
+ENGINE_WORKSPACE = 4 * 2**20  # before Hopper
 # The same of hipBLAS, more on MI300 and MI325, and one of hipBLASLt, since PyTorch 2.6 of January 2025 (pytorch's pull
 # requests 138791 and 139300).
 HIP_WORKSPACE, CDNA3_WORKSPACE, LT_WORKSPACE = 32 * 2**20, 128 * 2**20, 76 * 2**20
@@ -34,8 +35,9 @@ def matmul_workspaces(run: Run) -> float:
         return 0.0
     if capability is None:
         return 2 * (CDNA3_WORKSPACE if run.gpu.name in CDNA3 else HIP_WORKSPACE) + LT_WORKSPACE
-    # Transformer Engine has one of its own (get_cublas_workspace in its pytorch/module/base.py).
-    return (3 if run.has_engine else 2) * (HOPPER_WORKSPACE if capability >= HOPPER else WORKSPACE)
+    # Transformer Engine has one of its own (get_cublas_workspace in its pytorch/cpp_extensions/gemm.py).
+    engine = 0 if not run.has_engine else HOPPER_WORKSPACE if capability >= HOPPER else ENGINE_WORKSPACE
+    return engine + 2 * (HOPPER_WORKSPACE if capability >= HOPPER else WORKSPACE)
 
 
 def dummy_gradients(run: Run, rank: Rank) -> float:
@@ -43,8 +45,13 @@ def dummy_gradients(run: Run, rank: Rank) -> float:
     of weight, which stays."""
     if not run.keeps_dummies:
         return 0.0
-    tables = run.shape.vocab * run.shape.hidden / run.mesh.tp if rank.last else 0.0
-    return run.compute_bytes * (sum(one.parameters for one in linears(run.shape)) / run.mesh.tp + tables)
+    shape, trained = run.shape, run.trained
+    # An expert's matrix has its share of the width of all that a token is routed to.
+    each = [one.parameters / (shape.routed if shape.experts and one.reads in MLP else 1) for one in linears(shape)]
+    found = sum(each) if trained.blocks else 0.0
+    if rank.last and (trained.embedding if shape.tied else trained.head):
+        found += shape.vocab * shape.hidden
+    return run.compute_bytes * found / run.mesh.tp
 
 
 def mask_buffers(run: Run, rank: Rank) -> float:

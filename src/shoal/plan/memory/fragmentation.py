@@ -27,7 +27,7 @@ def is_replayed(run: Run) -> bool:
     traits = run.traits
     return (
         not (traits.expandable_segments or traits.planned_memory)
-        and (not traits.masters_with_optimizer or (run.buffers_gradients and not run.gathers_weights))
+        and (not traits.masters_with_optimizer or run.buffers_gradients)
         and run.mesh.pp == 1
         and (run.mesh.tp == 1 or run.has_engine)
         and not run.gpu.is_cpu

@@ -41,6 +41,7 @@ class Steps:
         run = self.run
         self.stream = block_input(run)
         self.hidden = run.tokens * run.shape.hidden * run.compute_bytes
+        self.attended = run.tokens * run.shape.query_width / run.mesh.tp * run.compute_bytes
         self.wide = run.tokens * run.shape.hidden * 4.0
         self.kept, self.unfreed = kept_tensors(run), held_by_functions(run)
         self.scores = score_elements(run)
@@ -192,7 +193,8 @@ class Steps:
         give(*kept["last"])
         gated = run.shape.traits.gated and not has_mlp_in_place(run)
         factors = [take(inner) for _ in range(2 if gated else 0 if run.shape.traits.gated else 1)]
-        if len(factors) > len(reading["mlp"]):
+        joined = run.has_engine and len(factors) > 1  # one layer made both
+        if joined:
             give(*factors)
             factors = [take(2 * inner)]
         give(above)
@@ -204,7 +206,7 @@ class Steps:
         gradient = self.added(gradient, sums)
         give(*kept["second norm"])
         # Attention.
-        above = take(self.hidden)
+        above = take(self.attended)
         self.weights(index, reading["projection"])
         give(*kept["projection"])
         tokens, itemsize = run.tokens, run.compute_bytes

@@ -46,7 +46,7 @@ class ReplayedStates:
         self.matrices = replayed_linears(run)
         self.table = run.shape.vocab * run.shape.hidden / run.mesh.tp
         self.adapted, self.rank = (adapted(run), run.adapter.rank) if run.adapter is not None else ([], 0)
-        self.buffered = run.buffers_gradients and run.mixed
+        self.buffered = run.buffers_gradients
         # Whether gradients are reduced on another stream, or added to the buffer; which matmuls may do themselves.
         self.passing = run.sharded or self.buffered
         self.within = self.buffered and run.traits.accumulates_in_matmuls

@@ -27,7 +27,8 @@ def kept_tensors(run: Run) -> dict[str, list[float]]:
             for part in norms:
                 found[part] += _divided(amount / len(norms), width * 4.0)
         elif term.name == "linear inputs":
-            sizes = _divided(amount, float(width * run.compute_bytes))
+            shards = run.mesh.tp if run.gathers_inputs_again else 1
+            sizes = _divided(amount, width * run.compute_bytes / shards)
             half = -(-len(sizes) // len(norms))
             found["norm"] += sizes[:half]
             found["second norm"] += sizes[half:]

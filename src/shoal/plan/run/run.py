@@ -24,6 +24,14 @@ class Run(Settings):
         return (self.precision in ("bf16-mixed", "16-mixed", "fp8") and not self.narrow) or self.upcasts_shards
 
     @property
+    def buffers_gradients(self) -> bool:
+        """Whether gradients are parts of a buffer that is there from the beginning, as Megatron's without adapters."""
+        traits = self.traits
+        buffered = traits.masters_with_optimizer and (traits.wide_gradients or traits.accumulates_in_matmuls)
+        apart = traits.flattens_gradients or traits.planned_memory or self.data_parallelism.shards_gradients
+        return buffered and self.mixed and self.adapter is None and not apart
+
+    @property
     def narrow(self) -> bool:
         """Whether weights, gradients and optimizer state are in 16 bits."""
         return self.precision == "bf16-true" or (self.precision == "fp8" and self.traits.narrow_weights)

@@ -14,8 +14,7 @@ from shoal.plan.systems.traits import SystemTraits
 ONE = Mesh()
 # The year in which Megatron began to save parts of inputs (`SystemTraits.gathers_inputs_again`).
 GATHERED_AGAIN = 2022
-
-
+# And in which its layers became Transformer Engine's.
 ENGINE_SINCE = 2023
 
 
@@ -98,17 +97,9 @@ class Settings:
 
     @property
     def has_engine(self) -> bool:
-        """Whether layers are modules of Transformer Engine, as Megatron's are since 2023. The host launches their
-        kernels one by one."""
+        """Whether layers are modules of Transformer Engine."""
         traits = self.traits
-        return traits.fused_by_hand and not traits.planned_memory and not 0 < traits.software < ENGINE_SINCE
-
-    @property
-    def buffers_gradients(self) -> bool:
-        """Whether gradients are parts of a buffer that is there from the beginning, as Megatron's."""
-        traits = self.traits
-        buffered = traits.masters_with_optimizer and (traits.wide_gradients or traits.accumulates_in_matmuls)
-        return buffered and not traits.flattens_gradients and not traits.planned_memory
+        return traits.transformer_engine and not traits.planned_memory and not 0 < traits.software < ENGINE_SINCE
 
     @property
     def keeps_dummies(self) -> bool:

@@ -3,6 +3,7 @@
 from shoal.plan.memory.states import adapted, quantizable, stored_tensors
 from shoal.plan.run.blocks import Linear, linears
 from shoal.plan.run.run import Run
+from shoal.plan.run.settings import ENGINE_SINCE
 from shoal.plan.speed.experts import experts_host, experts_waiting, times_run
 from shoal.plan.speed.int8 import int8_host, int8_waiting
 from shoal.plan.speed.launched import LLAMA_OPERATIONS, block_operations
@@ -106,7 +107,7 @@ def _launching(run: Run, blocks: int) -> float:
     """Host time to launch the kernels of a micro-batch, both passes, on a host with an x86 CPU."""
     if run.compiled and not run.traits.liger_kernels:
         block = GRAPH_BLOCK_HOST if run.traits.compiles_loss else COMPILED_BLOCK_HOST
-        block = ENGINE_BLOCK_HOST if run.has_engine else block
+        block = ENGINE_BLOCK_HOST if _is_fused_by_hand(run) else block
         # Kernels that are fused by hand are launched one by one, also those of a recomputed forward pass.
         again = FORWARD_HOST * block * run.repeated_share if run.traits.fused_by_hand else 0.0
         return (block + again + experts_host(run) + zero_hooks(run) + _unit_hooks(run)) * blocks
@@ -133,6 +134,12 @@ def _launching(run: Run, blocks: int) -> float:
         again = HOOKED_HOST * max(block, EAGER_BLOCK_HOST)
     launched = block + again * run.repeated_share + FORWARD_HOST * block * run.reference_pass
     return (launched + experts_host(run) + zero_hooks(run) + _unit_hooks(run)) * blocks
+
+
+def _is_fused_by_hand(run: Run) -> bool:
+    """Whether the host launches the fused kernels of Transformer Engine, or others like them, one by one."""
+    traits = run.traits
+    return traits.fused_by_hand and not traits.planned_memory and not 0 < traits.software < ENGINE_SINCE
 
 
 def _unit_hooks(run: Run) -> float:

@@ -60,6 +60,7 @@ NANOGPT = SystemTraits(
 # head that reads the masked positions, as TensorFlow's (gather_indexes in its run_pretraining.py).
 NVIDIA_BERT = replace(
     MEGATRON,
+    transformer_engine=False,
     fused_softmax="compiled",
     accumulates_in_matmuls=False,
     overlaps_gradients=True,
@@ -71,13 +72,14 @@ NVIDIA_BERT = replace(
 # TensorFlow2/LanguageModeling/BERT/official/nlp/modeling/layers/transformer.py of NVIDIA/DeepLearningExamples.
 TENSORFLOW = replace(
     MEGATRON,
+    transformer_engine=False,
     fused_softmax="never",
     planned_memory=True,
     wide_residual_stream=True,
     gathers_masked=True,
     eager_attention="always",
 )
-MAXTEXT = replace(MEGATRON, fused_softmax="never", planned_memory=True)
+MAXTEXT = replace(MEGATRON, transformer_engine=False, fused_softmax="never", planned_memory=True)
 # Recipes of Megatron-Bridge 0.1.0rc4 as they are: both overlaps and fp32 gradients (recipes/qwen), no
 # comm_overlap_config, and `bias_activation_fusion` false (models/gpt_provider.py).
 MEGATRON_BRIDGE = replace(
@@ -91,6 +93,7 @@ MEGATRON_BRIDGE = replace(
 # gradients that FP32GradientAccumulator adds up, and stages that are balanced by get_block_compute_costs.
 NANOTRON = replace(
     MEGATRON,
+    transformer_engine=False,
     fused_activation=False,
     loss_kernel="never",
     accumulates_in_matmuls=False,
@@ -101,6 +104,7 @@ NANOTRON = replace(
 # configs/20B.yml: its fused softmax and activation; ZeRO-1 with overlap_comm, and PyTorch's loss.
 GPT_NEOX = replace(
     MEGATRON,
+    transformer_engine=False,
     loss_kernel="never",
     wide_gradients=False,
     accumulates_in_matmuls=False,
@@ -111,6 +115,7 @@ GPT_NEOX = replace(
 # and updated weights sent after the step, rank by rank (internlm/solver/optimizer; `overlap_sync_param` is off).
 INTERNEVO = replace(
     MEGATRON,
+    transformer_engine=False,
     overlaps_gradients=True,
     wide_gradients=False,
     accumulates_in_matmuls=False,
@@ -139,6 +144,7 @@ COLOSSALAI = replace(
 # fused_classifier writes the gradient over the logits.
 LLM_C = replace(
     MEGATRON,
+    transformer_engine=False,
     fused_by_hand=False,
     loss_in_place=True,
     wide_gradients=False,

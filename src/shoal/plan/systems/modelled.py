@@ -129,6 +129,7 @@ MEGATRON = SystemTraits(
     casts_once=True,  # the same: both layouts by one kernel
     keeps_fp8_weights=True,  # the same: is_first_microbatch in megatron/core/extensions/transformer_engine.py
     fused_by_hand=True,  # megatron/core/fusions; Transformer Engine's layers
+    transformer_engine=True,  # --transformer-impl in megatron/training/arguments.py
     # --overlap-grad-reduce and --overlap-param-gather are off unless they are given: megatron/training/arguments.py.
     overlaps_gradients=False,
     even_stages=True,  # get_num_layers_to_build in megatron/core/transformer/transformer_block.py
@@ -158,6 +159,7 @@ NEMO = replace(
 # added up in fp32 by its BF16_Optimizer.
 MEGATRON_DEEPSPEED = replace(
     MEGATRON,
+    transformer_engine=False,
     accumulates_in_matmuls=False,
     flattens_gradients=True,
     keeps_added_gradients=True,

@@ -18,6 +18,8 @@ class SystemTraits:
     # `compiled` means kernels that are fused by hand, as Transformer Engine's: residual adds are kernels of their own,
     # and queries are copied out of the output of the matmul.
     fused_by_hand: bool = False
+    # Layers are modules of Transformer Engine, as Megatron's since 2023.
+    transformer_engine: bool = False
     # Keys and values are repeated for every query head before attention, and saved like that.
     repeats_keys: bool = False
     # Models are transformers', or have attention as it has, and compute scores by matmuls for types without any other
@@ -299,8 +301,8 @@ class SystemTraits:
     narrow_reduction: bool = False
     # Matmuls add to the gradients of earlier micro-batches; else these are added up by kernels of their own.
     accumulates_in_matmuls: bool = False
-    # What they give to autograd in its place is a tensor for each shape of weight, which stays: get_dummy_wgrad in
-    # Transformer Engine's pytorch/module/base.py.
+    # Matmuls that add to gradients give autograd a tensor in place of each, one for every shape of weight, which stays:
+    # get_dummy_wgrad in Transformer Engine's pytorch/module/base.py.
     dummy_gradients: bool = False
     # Gradients are accumulated and reduced in fp32, though weights are in 16 bits. Megatron's are in a buffer.
     wide_gradients: bool = False
