@@ -5,12 +5,11 @@ from dataclasses import replace
 from plan_accuracy import TRAITS
 
 from shoal.plan.systems.further import FURTHER
-from shoal.plan.systems.modelled import MEGATRON
+from shoal.plan.systems.modelled import FUSED_KERNELS, MEGATRON
 from shoal.plan.systems.traits import SystemTraits
 
 ALEPH = replace(
-    MEGATRON,
-    transformer_engine=False,
+    FUSED_KERNELS,
     fused_activation=False,
     loss_kernel="never",
     accumulates_in_matmuls=False,
@@ -20,6 +19,8 @@ ALEPH = replace(
     stages_of_modules=True,
     gathers_inputs_again=False,
 )
+# NVIDIA's BERT with a head that reads all positions and attention by a fused kernel; later NVFuser.
+BERT_APEX = replace(FURTHER["nvidia-bert"], gathers_masked=False, eager_attention="never")
 MEGATRONS: dict[str, SystemTraits] = {
     "oneflow": replace(MEGATRON, overlaps_gradients=True, planned_memory=True),
     # Overlaps data parallelism, and one block less in the first and the last stage.
@@ -31,35 +32,14 @@ MEGATRONS: dict[str, SystemTraits] = {
     "tensorflow-xla": replace(MEGATRON, fused_softmax="never", planned_memory=True, wide_residual_stream=True),
     "pax": FURTHER["maxtext"],
     "maxtext": FURTHER["maxtext"],
-    # NVIDIA's BERT: Apex's norms and optimizer, PyTorch's DDP, scores with PyTorch's softmax; later NVFuser.
-    "bert-apex": replace(
-        MEGATRON,
-        transformer_engine=False,
-        fused_softmax="compiled",
-        accumulates_in_matmuls=False,
-        overlaps_gradients=True,
-        wide_gradients=False,
-    ),
+    "bert-apex": BERT_APEX,
     # Its pretraining: --allreduce_post_accumulation is true in scripts/run_pretraining.sh.
-    "bert-apex-pretraining": replace(
-        MEGATRON, transformer_engine=False, fused_softmax="compiled", accumulates_in_matmuls=False, wide_gradients=False
-    ),
+    "bert-apex-pretraining": replace(BERT_APEX, overlaps_gradients=False),
     # Its first version, of July 2019: `gelu` in modeling.py.
-    "bert-apex-2019-07": replace(
-        MEGATRON,
-        transformer_engine=False,
-        fused_softmax="compiled",
-        accumulates_in_matmuls=False,
-        overlaps_gradients=True,
-        wide_gradients=False,
-        loss_kernel="never",
-        fused_activation=False,
-        erf_gelu=True,
-    ),
+    "bert-apex-2019-07": replace(BERT_APEX, loss_kernel="never", fused_activation=False, erf_gelu=True),
     # `_allgather_param` in deepspeed/runtime/zero/partition_parameters.py, with a torch.cuda.synchronize() before each.
     "deepspeed-2021": replace(
-        MEGATRON,
-        transformer_engine=False,
+        FUSED_KERNELS,
         lists_shards=True,
         wide_gradients=False,
         accumulates_in_matmuls=False,
@@ -98,19 +78,8 @@ MEGATRONS: dict[str, SystemTraits] = {
         overlaps_pipeline=False,
         loss_kernel="never",
     ),
-    # flash-attn's norms and attention, an eager activation and loss (cast_to_fp32 in nanotron/models/llama.py), fp32
-    # gradients that FP32GradientAccumulator adds up, and stages that are balanced by get_block_compute_costs.
-    "nanotron": replace(
-        MEGATRON,
-        transformer_engine=False,
-        fused_activation=False,
-        loss_kernel="never",
-        accumulates_in_matmuls=False,
-        overlaps_gradients=True,
-        even_stages=False,
-        flash2=True,
-        gathers_inputs_again=False,  # `tp_recompute_allgather` came after July 2024
-    ),
+    # `tp_recompute_allgather` came after July 2024.
+    "nanotron": replace(FURTHER["nanotron"], gathers_inputs_again=False),
     # Aleph Alpha's scaling: bf16 gradients are all-reduced in fp32 after the backward pass (allreduce_no_retain in
     # core/optimizer), the activation and the loss are PyTorch's, and norms too unless a run names their kernel; stages
     # have equal numbers of modules (pipe_partition_uniform).
@@ -131,8 +100,7 @@ MEGATRONS: dict[str, SystemTraits] = {
     "llm.q": FURTHER["llm.c"],  # its successor, with chunks of the head
     # scaled_upper_triang_masked_softmax_fusion and bias_gelu_fusion: false; ZeRO-1 with overlap_comm.
     "neox": replace(
-        MEGATRON,
-        transformer_engine=False,
+        FUSED_KERNELS,
         fused_softmax="never",
         fused_activation=False,
         loss_kernel="never",
@@ -164,8 +132,7 @@ MEGATRONS: dict[str, SystemTraits] = {
     # Triton kernels, the flash-attn package, weight gradients added to fp32 buffers by a kernel of their own; reduces
     # and gathers on another stream (fast_llm/engine/schedule/runner.py). Queries are a matmul apart from the keys'.
     "fast-llm": replace(
-        MEGATRON,
-        transformer_engine=False,
+        FUSED_KERNELS,
         accumulates_in_matmuls=False,
         overlaps_gradients=True,
         overlaps_weight_gather=True,
@@ -180,9 +147,7 @@ MEGATRONS: dict[str, SystemTraits] = {
         overlaps_weight_gather=True,
     ),
     # Megatron with Lumen's kernels: --overlap-grad-reduce, --no-gradient-accumulation-fusion, no fused cross-entropy.
-    "lumen": replace(
-        MEGATRON, transformer_engine=False, loss_kernel="never", accumulates_in_matmuls=False, overlaps_gradients=True
-    ),
+    "lumen": replace(FUSED_KERNELS, loss_kernel="never", accumulates_in_matmuls=False, overlaps_gradients=True),
     # core_r0.14.0 without --cross-entropy-loss-fusion; and with --overlap-grad-reduce and --overlap-param-gather.
     "megatron-0.14": replace(MEGATRON, loss_kernel="never"),
     "megatron-0.14-overlapped": replace(

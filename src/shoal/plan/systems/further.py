@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.config.schema_train import RecomputeConfig
-from shoal.plan.systems.modelled import COMPILED_LOSS, DEEPSPEED, HUGGING_FACE, MEGATRON, TORCHTITAN_2024
+from shoal.plan.systems.modelled import COMPILED_LOSS, DEEPSPEED, FUSED_KERNELS, HUGGING_FACE, MEGATRON, TORCHTITAN_2024
 from shoal.plan.systems.traits import SystemTraits
 
 # A loop of one's own around transformers' models: the loss of their outputs, which it holds until the next ones,
@@ -59,8 +59,7 @@ NANOGPT = SystemTraits(
 # NVIDIA's BERT in DeepLearningExamples: Apex's norms and optimizer, PyTorch's DDP, scores with PyTorch's softmax, and a
 # head that reads the masked positions, as TensorFlow's (gather_indexes in its run_pretraining.py).
 NVIDIA_BERT = replace(
-    MEGATRON,
-    transformer_engine=False,
+    FUSED_KERNELS,
     fused_softmax="compiled",
     accumulates_in_matmuls=False,
     overlaps_gradients=True,
@@ -71,15 +70,14 @@ NVIDIA_BERT = replace(
 # XLA lays memory out before the first step; norms, and the sums that they read, are in fp32: call in
 # TensorFlow2/LanguageModeling/BERT/official/nlp/modeling/layers/transformer.py of NVIDIA/DeepLearningExamples.
 TENSORFLOW = replace(
-    MEGATRON,
-    transformer_engine=False,
+    FUSED_KERNELS,
     fused_softmax="never",
     planned_memory=True,
     wide_residual_stream=True,
     gathers_masked=True,
     eager_attention="always",
 )
-MAXTEXT = replace(MEGATRON, transformer_engine=False, fused_softmax="never", planned_memory=True)
+MAXTEXT = replace(FUSED_KERNELS, fused_softmax="never", planned_memory=True)
 # Recipes of Megatron-Bridge 0.1.0rc4 as they are: both overlaps and fp32 gradients (recipes/qwen), no
 # comm_overlap_config, and `bias_activation_fusion` false (models/gpt_provider.py).
 MEGATRON_BRIDGE = replace(
@@ -92,8 +90,7 @@ MEGATRON_BRIDGE = replace(
 # flash-attn's norms and attention, an eager activation and loss (cast_to_fp32 in nanotron/models/llama.py), fp32
 # gradients that FP32GradientAccumulator adds up, and stages that are balanced by get_block_compute_costs.
 NANOTRON = replace(
-    MEGATRON,
-    transformer_engine=False,
+    FUSED_KERNELS,
     fused_activation=False,
     loss_kernel="never",
     accumulates_in_matmuls=False,
@@ -103,8 +100,7 @@ NANOTRON = replace(
 )
 # configs/20B.yml: its fused softmax and activation; ZeRO-1 with overlap_comm, and PyTorch's loss.
 GPT_NEOX = replace(
-    MEGATRON,
-    transformer_engine=False,
+    FUSED_KERNELS,
     loss_kernel="never",
     wide_gradients=False,
     accumulates_in_matmuls=False,
@@ -114,8 +110,7 @@ GPT_NEOX = replace(
 # `overlap_sync_grad` in its configs/7B_sft.py; gradients are reduced in the dtype of the weights, flattened and cast,
 # and updated weights sent after the step, rank by rank (internlm/solver/optimizer; `overlap_sync_param` is off).
 INTERNEVO = replace(
-    MEGATRON,
-    transformer_engine=False,
+    FUSED_KERNELS,
     overlaps_gradients=True,
     wide_gradients=False,
     accumulates_in_matmuls=False,
@@ -143,8 +138,7 @@ COLOSSALAI = replace(
 # residual stream are fused with norms (fused_residual_forward5), and cuDNN reads queries as a matmul wrote them.
 # fused_classifier writes the gradient over the logits.
 LLM_C = replace(
-    MEGATRON,
-    transformer_engine=False,
+    FUSED_KERNELS,
     fused_by_hand=False,
     loss_in_place=True,
     wide_gradients=False,

@@ -139,6 +139,8 @@ MEGATRON = SystemTraits(
     variable_lengths=True,  # PackedSeqParams: Transformer Engine's thd layout
     reentrant=True,  # CheckpointFunction in megatron/core/tensor_parallel/random.py
 )
+# Others with fused kernels, bf16 weights and fp32 master weights as Megatron's, but not Transformer Engine.
+FUSED_KERNELS = replace(MEGATRON, transformer_engine=False, dummy_gradients=False)
 # Its own scripts: without --cross-entropy-loss-fusion, logits are copied to fp32, over which softmax and gradient are
 # written (megatron/core/tensor_parallel/cross_entropy.py).
 MEGATRON_LM = replace(MEGATRON, kernel_logit_bytes=6.0)
@@ -158,8 +160,7 @@ NEMO = replace(
 # Megatron-DeepSpeed: Megatron's model with DeepSpeed's ZeRO-1, which flattens fp16 gradients in its step; bf16 ones are
 # added up in fp32 by its BF16_Optimizer.
 MEGATRON_DEEPSPEED = replace(
-    MEGATRON,
-    transformer_engine=False,
+    FUSED_KERNELS,
     accumulates_in_matmuls=False,
     flattens_gradients=True,
     keeps_added_gradients=True,
