@@ -25,6 +25,7 @@ SAME = {
     "reshard": "parallel.reshard",
     "offload": "parallel.offload",
     "cuda_graphs": "train.cuda_graphs",
+    "host_block_ms": "hardware.host_block_ms",
 }
 # Keys that say nothing about the run, or that `config_of` reads; of the rest, a config can say nothing.
 READ = {

@@ -119,8 +119,8 @@ parallel:
   compress: none
   engine: native
 hardware:
-  {devices: auto, nodes: 1, gpu: auto, link: auto, network: auto, host_gib: null, price: null, mtbf_hours: null,
-   restart_minutes: null, disk_gb_per_second: null}
+  {devices: auto, nodes: 1, gpu: auto, link: auto, network: auto, host_gib: null, host_block_ms: null, price: null,
+   mtbf_hours: null, restart_minutes: null, disk_gb_per_second: null}
 checkpoint:
   {every: 200, at_end: true, keep: 2, keep_best: 3, keep_every: null, metric: eval_loss, format: sharded, async: true,
    fallback: null}

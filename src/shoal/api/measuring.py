@@ -12,6 +12,7 @@ from shoal.api.training import AnyConfig, read
 if TYPE_CHECKING:
     from shoal.bench.batch import BatchReport
     from shoal.bench.collectives_report import CollectivesReport
+    from shoal.bench.host import HostReport
     from shoal.bench.scaling import ScalingReport
     from shoal.bench.training import RankReport, Steps
 
@@ -47,6 +48,13 @@ def bench_rank(
     check_at_least("world_size", world_size, 1)
     _check_steps(steps, warmup)
     return measure_rank(follow_adapter(read(config)), world_size, steps=steps, warmup=warmup, real=real, report=report)
+
+
+def bench_host(*, report: Callable[[str], None] = lambda _: None) -> HostReport:
+    """Measure how long this host takes to launch kernels of its GPU: `hardware.host_block_ms` of the forecast."""
+    from shoal.bench.host import measure_host
+
+    return measure_host(report)
 
 
 def bench_collectives(

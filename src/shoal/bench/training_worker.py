@@ -90,7 +90,13 @@ def train_as_single_rank(config: Config, world_size: int, run: RunDirectory, for
 def _forecast(resolved: ResolvedRun, device: torch.device, machines: Machine) -> dict[str, Any]:
     """The forecast for the run that was measured, by the catalogue's shape of the model."""
     found = inspect_device(device)
-    machine = machine_at_hand(torch.cuda.get_device_name(device), found.memory_gib, machines.devices, machines.nodes)
+    machine = machine_at_hand(
+        torch.cuda.get_device_name(device),
+        found.memory_gib,
+        machines.devices,
+        machines.nodes,
+        hardware=resolved.config.hardware,
+    )
     choice = choose(resolved.config, read_shape(resolved.config.model), machine)
     memory = forecast_memory(choice)
     return memory | forecast_compute(choice) | {"reserved_gib": choice.memory.pipeline_ranks[0].reserved / GIB}

@@ -147,6 +147,15 @@ def batch(
     print_json(found.as_dict()) if as_json else typer.echo(found.text())
 
 
+@bench_app.command()
+def host(as_json: AsJson = False) -> None:
+    """Time how long this host takes to launch kernels, for hardware.host_block_ms of the forecast. Needs a GPU."""
+    from shoal import api
+
+    found = api.bench_host(report=print_progress)
+    print_json(found.as_dict()) if as_json else typer.echo(found.text())
+
+
 def _counts(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):

@@ -185,6 +185,11 @@ class HardwareConfig(Block):
         "auto", description="Network between nodes to plan for; auto: the usual one of the device."
     )
     host_gib: Quantity | None = Field(None, description="Host memory per node in GiB to plan for; null: unknown.")
+    host_block_ms: Quantity | None = Field(
+        None,
+        description="Milliseconds that the host takes to launch the kernels of an uncompiled Llama block, forward and "
+        "backward, as shoal bench host measures it; null: 2, and 3.5 or more with a Grace.",
+    )
     price: Quantity | None = Field(None, description="Price per device-hour, to plan for.")
     mtbf_hours: Quantity | None = Field(
         None,

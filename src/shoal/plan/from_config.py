@@ -71,6 +71,7 @@ def make_run(
         link=machine.link,
         network=machine.network,
         devices=machine.devices,
+        host_block_ms=machine.host_block_ms,
         length=config.data.max_length,
         mesh=mesh,
         strategy=execution.strategy,

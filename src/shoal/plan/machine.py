@@ -23,6 +23,7 @@ class Machine:
     devices: int  # in each node
     nodes: int = 1
     host_gib: float | None = None  # host memory per node
+    host_block_ms: float | None = None  # host time of an uncompiled Llama block; None: as is usual
     price: float | None = None  # per device and hour
     notes: tuple[str, ...] = ()
 
@@ -69,6 +70,7 @@ def read_machine(hardware: HardwareConfig, driver: Path = DRIVER) -> Machine:
         devices=devices,
         nodes=hardware.nodes,
         host_gib=hardware.host_gib or (host_memory_gib() if hardware.gpu == "auto" else None),
+        host_block_ms=hardware.host_block_ms,
         price=hardware.price,
         notes=tuple(notes),
     )
@@ -103,6 +105,7 @@ def machine_at_hand(
         devices=devices,
         nodes=nodes,
         host_gib=host_gib,
+        host_block_ms=None if hardware is None else hardware.host_block_ms,
     )
 
 

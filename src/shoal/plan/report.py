@@ -172,9 +172,12 @@ def _about_the_host(choice: ResolvedRun) -> list[str]:
     share = sum(term.amount for term in found if term is not None) / choice.speed.step_seconds
     if share < WAITS_FOR_HOST or choice.machine.is_cpu:
         return []
+    waits = f"The device waits {share:.0%} of the step for its host to launch kernels"
+    if choice.machine.host_block_ms is not None:
+        return [f"{waits}. A larger train.micro_batch hides that."]
     return [
-        f"The device waits {share:.0%} of the step for its host to launch kernels. That time differs by up to a factor "
-        "of two between hosts, so that this speed is less certain than others; a larger train.micro_batch hides it."
+        f"{waits}. That time differs by up to a factor of two between hosts, so that this speed is less certain than "
+        "others: shoal bench host measures it for hardware.host_block_ms. A larger train.micro_batch hides it."
     ]
 
 
@@ -312,6 +315,7 @@ def _hardware(machine: Machine) -> dict[str, Any]:
         "nodes": machine.nodes,
         "link": machine.link.name,
         "network": machine.network.name if machine.nodes > 1 else None,
+        "host_block_ms": machine.host_block_ms,
         "price": machine.price,
     }
 

@@ -29,6 +29,7 @@ class Settings:
     length: int
     mesh: Mesh = ONE
     devices: int = 1  # per node
+    host_block_ms: float | None = None  # host time of an uncompiled Llama block; None: as is usual for such devices
     strategy: str = "single"
     micro_batch: int = 1
     grad_accum_steps: int = 1

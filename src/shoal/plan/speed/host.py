@@ -78,18 +78,25 @@ GAP = 1.2e-6
 EAGER_ADAPTER_KERNELS, NARROW_ADAPTER_KERNELS, OWN_ADAPTER_KERNELS = 25, 14, 10
 
 
+def slower_host(run: Run) -> float:
+    """How many times as long the host takes as that of an H200, of which the other times are."""
+    if run.host_block_ms is not None:
+        return run.host_block_ms / (1e3 * EAGER_BLOCK_HOST)
+    return GRACE_HOST.get(run.gpu.host_link.name, 1.0)
+
+
 def host_seconds(run: Run, blocks: int) -> float:
     """Host time to launch the kernels of a micro-batch, forward and backward."""
     if run.traits.graphs_layers:
         return 0.0
-    return _launching(run, blocks) * GRACE_HOST.get(run.gpu.host_link.name, 1.0)
+    return _launching(run, blocks) * slower_host(run)
 
 
 def launch_gaps(run: Run, blocks: int) -> float:
     """Seconds that the device is idle between the eager kernels of a micro-batch, and where the host has waited."""
     if run.gpu.is_cpu:
         return 0.0
-    waiting = (experts_waiting(run) + int8_waiting(run)) * GRACE_HOST.get(run.gpu.host_link.name, 1.0)
+    waiting = (experts_waiting(run) + int8_waiting(run)) * slower_host(run)
     if run.compiled:
         return waiting * blocks
     kernels = block_operations(run)
@@ -178,7 +185,7 @@ def step_host_seconds(run: Run, blocks: int, device: float) -> float:
     """Host time of an optimizer step that the device, which needs `device` seconds for it, waits for."""
     if run.gpu.is_cpu:
         return 0.0
-    slower = GRACE_HOST.get(run.gpu.host_link.name, 1.0)
+    slower = slower_host(run)
     if not (run.traits.waits_for_loss or _reads_overflow(run)):
         return zero_step(run, blocks) * slower
     if run.adapter is not None:
