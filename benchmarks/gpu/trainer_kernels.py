@@ -62,15 +62,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     trainer = ProfiledTrainer.latest
     torch.cuda.synchronize()
     trainer.profile.stop()
-    kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for event in trainer.profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            kernel = event.name
-            for noise in NOISE:
-                kernel = kernel.replace(noise, "")
-            found = kernels[kernel[:LONGEST_NAME]]
-            found[0] += event.device_time_total / 1e3 / PROFILED
-            found[1] += 1 / PROFILED
+    kernels = kernel_times(trainer.profile)
     # Of each step, the beginning of the first micro-batch, and the end of the last one before it.
     micro, measured = trainer.args.gradient_accumulation_steps, range(WARMUP, WARMUP + STEPS)
     begins = [trainer.marks[step * micro][0] for step in measured]
@@ -84,6 +76,20 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         "launches": sum(count for _, count in kernels.values()),
         "kernels": {kernel: [round(spent, 3), count] for kernel, (spent, count) in longest},
     }
+
+
+def kernel_times(profile: Any) -> dict[str, list[float]]:
+    """Milliseconds and launches per profiled step, by kernel."""
+    kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kernel = event.name
+            for noise in NOISE:
+                kernel = kernel.replace(noise, "")
+            found = kernels[kernel[:LONGEST_NAME]]
+            found[0] += event.device_time_total / 1e3 / PROFILED
+            found[1] += 1 / PROFILED
+    return kernels
 
 
 def main() -> None:

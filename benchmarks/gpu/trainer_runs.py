@@ -10,6 +10,7 @@ import argparse
 import gc
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -215,7 +216,8 @@ def main() -> None:
 def run_cases(
     asked: Iterable[dict[str, Any]], path: Path, limit: float, *, tiny: bool, measure: Measure = measure
 ) -> None:
-    """Measures what the file does not have until the seconds are over."""
+    """Measures what the file does not have until the seconds are over; rows also have the speed of the host."""
+    host = {} if tiny else host_speed()
     measured = {name(json.loads(line)) for line in path.read_text().splitlines()} if path.exists() else set()
     began = time.monotonic()
     for case in asked:
@@ -229,7 +231,7 @@ def run_cases(
             if tiny:
                 found = measure({**case, "micro_batch": 2, "sequence": 32}, WARMUP + 2, TINY)
             else:
-                found = measure(case, WARMUP + STEPS, case["model"])
+                found = {**measure(case, WARMUP + STEPS, case["model"]), **host}
         except Exception as failure:
             print(f"{name(case)}: {type(failure).__name__}: {str(failure)[:300]}", flush=True)
             continue
@@ -240,6 +242,20 @@ def run_cases(
             file.write(json.dumps(found) + "\n")
         print(f"{name(case)}: {found['memory'][0]} GiB, {found['tokens_per_second_per_gpu']:,.0f} tokens/s", end="")
         print(f"; {time.monotonic() - started:.0f} s", flush=True)
+
+
+def host_speed() -> dict[str, float]:
+    """How long the host takes to launch a block, in a process of its own: this one may not use CUDA before it forks."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "shoal", "bench", "host", "--json"], stdout=subprocess.PIPE, text=True
+    )
+    if ended.returncode:  # it has said why
+        return {}
+    found = json.loads(ended.stdout)
+    print(
+        f"host: {found['host_block_ms']} ms per block, {found['machine']['processor']}, {found['caveats']}", flush=True
+    )
+    return {"host_block_ms": found["host_block_ms"]}
 
 
 def run_drawn(
