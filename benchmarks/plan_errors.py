@@ -37,14 +37,15 @@ from shoal.plan.speed.host import host_seconds
 BEGIN, BEGIN_UNSEEN = "<!-- begin: benchmarks/plan_errors.py -->", "<!-- begin: benchmarks/plan_errors.py, unseen -->"
 END = "<!-- end -->"
 # Runs of other systems on an H200, below benchmarks/gpu, and the sources of those that a random generator chose.
+DRAWN_FOLDERS = ("deepspeed", "megatron", "llama_factory", "axolotl", "litgpt", "torchtune")
 MEASURED = (
     *("trainer_h200/trainer.jsonl", "trainer_h200/drawn.jsonl"),
     *(f"drawn_h200/{name}.jsonl" for name in ("sft", "loops", "unsloth")),
     *(f"mixtures_h200/{name}.jsonl" for name in ("transformers5", "transformers4")),
-    *(f"{name}_h200/drawn.jsonl" for name in ("deepspeed", "megatron", "llama_factory", "axolotl", "litgpt")),
+    *(f"{name}_h200/drawn.jsonl" for name in DRAWN_FOLDERS),
 )
 MIXTURES = "mixtures-h200-drawn"
-ONE_BY_ONE = ("trainer", "sft", "loops", "unsloth", "deepspeed", "megatron", "llama-factory", "axolotl", "litgpt")
+ONE_BY_ONE = ("trainer", "sft", "loops", "unsloth", *(name.replace("_", "-") for name in DRAWN_FOLDERS))
 DRAWN = {f"{name}-h200-drawn" for name in ONE_BY_ONE} | {MIXTURES}
 # Sets that are also told together, from the error of each figure in `first.json`.
 TOGETHER = {
@@ -204,6 +205,10 @@ def groups(unseen: list[Figure]) -> list[tuple[str, list[Figure]]]:
         ("systems that are modelled", modelled),
         ("– runs on an H200 drawn at random", drawn),
         ("– of these, steps that hardly wait for their host", [one for one in drawn if _hardly_waits(one)]),
+        (
+            "– of these, with the speed of their host measured beside them",
+            [one for one in drawn if one.row.run is not None and one.row.run.host_block_ms is not None],
+        ),
         ("– of these, mixtures of experts", [one for one in drawn if one.row.source == MIXTURES]),
         ("other sources", unseen),
         ("– new sources", new),

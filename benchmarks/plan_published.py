@@ -42,6 +42,7 @@ from shoal.plan.systems.earlier import (
     NEW_WHEELS,
     NOT_REENTRANT,
     WIDE_ROTARY,
+    litgpt_of,
 )
 from shoal.plan.terms import GIB
 
@@ -220,6 +221,8 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
         traits = replace(traits, foreach_step=True)
     if line["system"] == "torchtune":  # 0.6.1 and before, whatever their date
         traits = replace(traits, chunks="upcast")
+    if line["system"] == "litgpt":
+        traits = replace(traits, **litgpt_of(year_and_month(line)))
     if line["system"] == "torchtitan-2025" and year_and_month(line) < FUSED_RMS_NORM:
         traits = replace(traits, unfused_norms=True)
     if year_and_month(line) < DUMMY_GRADIENTS:

@@ -10,7 +10,6 @@ import argparse
 import gc
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ from peers.clock import Clock
 from peers.hf_trainer import MeasuredTrainer, StepEnd
 from peers.models import build, quantize, resolve_shape
 from peers.task import Task
+from probe import HostProbe
 
 # Of the libraries: PyTorch 2.11, transformers 5.17, PEFT 0.21, bitsandbytes 0.50.
 SOURCE, DATE = "trainer-h200", "26.11"
@@ -217,7 +217,7 @@ def run_cases(
     asked: Iterable[dict[str, Any]], path: Path, limit: float, *, tiny: bool, measure: Measure = measure
 ) -> None:
     """Measures what the file does not have until the seconds are over; rows also have the speed of the host."""
-    host = {} if tiny else host_speed()
+    probe = None if tiny else HostProbe()
     measured = {name(json.loads(line)) for line in path.read_text().splitlines()} if path.exists() else set()
     began = time.monotonic()
     for case in asked:
@@ -228,10 +228,12 @@ def run_cases(
             break
         started = time.monotonic()
         try:
-            if tiny:
+            if probe is None:
                 found = measure({**case, "micro_batch": 2, "sequence": 32}, WARMUP + 2, TINY)
             else:
-                found = {**measure(case, WARMUP + STEPS, case["model"]), **host}
+                before = probe.block_ms()
+                found = measure(case, WARMUP + STEPS, case["model"])
+                found["host_block_ms"] = round((before + probe.block_ms()) / 2, 3)
         except Exception as failure:
             print(f"{name(case)}: {type(failure).__name__}: {str(failure)[:300]}", flush=True)
             continue
@@ -241,21 +243,8 @@ def run_cases(
         with path.open("a") as file:
             file.write(json.dumps(found) + "\n")
         print(f"{name(case)}: {found['memory'][0]} GiB, {found['tokens_per_second_per_gpu']:,.0f} tokens/s", end="")
-        print(f"; {time.monotonic() - started:.0f} s", flush=True)
-
-
-def host_speed() -> dict[str, float]:
-    """How long the host takes to launch a block, in a process of its own: this one may not use CUDA before it forks."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "shoal", "bench", "host", "--json"], stdout=subprocess.PIPE, text=True
-    )
-    if ended.returncode:  # it has said why
-        return {}
-    found = json.loads(ended.stdout)
-    print(
-        f"host: {found['host_block_ms']} ms per block, {found['machine']['processor']}, {found['caveats']}", flush=True
-    )
-    return {"host_block_ms": found["host_block_ms"]}
+        host = f", host {found['host_block_ms']} ms" if "host_block_ms" in found else ""
+        print(f"{host}; {time.monotonic() - started:.0f} s", flush=True)
 
 
 def run_drawn(

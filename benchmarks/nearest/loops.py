@@ -1,12 +1,24 @@
 """Systems with models of their own in PyTorch: torchtitan's and LitGPT's kin, and loops like nanoGPT's."""
 
 from dataclasses import replace
+from typing import Any
 
 from plan_accuracy import TRAITS
 
 from shoal.plan.systems.further import FURTHER
 from shoal.plan.systems.traits import SystemTraits
 
+# How LitGPT pretrains, unlike its fine-tuning: the cache of rotary embeddings is cast with the model, its
+# AdamW is fused, its targets are shifted before, and it waits once per step.
+OF_PRETRAINING: dict[str, Any] = {
+    "rotary": "halves",
+    "foreach_step": False,
+    "splits_logits": False,
+    "waits_for_loss": False,
+}
+# benchmark_litgpt.py of Lightning Thunder: a loop without Fabric, which would return the logits in fp32, around a model
+# whose weights are in bf16 also where its matmuls are in fp8, and FSDP2 where Thunder does not shard it.
+THUNDER = replace(TRAITS["litgpt"], narrow_reduction=True, flat_parameters=False, narrow_loss=True, **OF_PRETRAINING)
 LOOPS: dict[str, SystemTraits] = {
     # Products with 2 x 2 matrices, which move about as much; bfSixteen in fms_fsdp/policies/mixed_precision.py.
     "fms": replace(TRAITS["torchtitan"], rotary="halves", flat_parameters=True, narrow_reduction=True),
@@ -53,6 +65,7 @@ LOOPS: dict[str, SystemTraits] = {
     # Lit-GPT with the flash-attention package's norms, rotary embeddings, SwiGLU and loss.
     "lit-gpt-fused": replace(
         TRAITS["litgpt"],
+        **OF_PRETRAINING,
         unfused_norms=False,
         fused_activation=True,
         multiplies_again=True,
@@ -73,10 +86,8 @@ LOOPS: dict[str, SystemTraits] = {
     ),
     # Lightning's FSDP with precision 16: parameters, gradients and buffers in fp16.
     "lightning-fp16": replace(TRAITS["by-hand"], narrow_reduction=True, flat_parameters=True),
-    # benchmark_litgpt.py of Lightning Thunder: a model whose weights are in bf16 also where its matmuls are in fp8, and
-    # FSDP2 where Thunder does not shard it.
-    "thunder": replace(TRAITS["litgpt"], narrow_reduction=True, flat_parameters=False),
-    "thunder-fp8": replace(TRAITS["litgpt"], narrow_reduction=True, flat_parameters=False, narrow_weights=True),
+    "thunder": THUNDER,
+    "thunder-fp8": replace(THUNDER, narrow_weights=True),
     # nanoGPT's kind of loop without DDP: gradients are reduced in the step of its sharded optimizers.
     "nanochat": replace(
         TRAITS["autocast"],

@@ -101,13 +101,21 @@ def measure_host(report: Callable[[str], None]) -> HostReport:
 
 def measure_on(device: torch.device, report: Callable[[str], None]) -> HostReport:
     report(f"measuring {STEPS} steps of {FEW} and of {MANY} blocks …")
-    models = {blocks: _build(blocks, device) for blocks in (FEW, MANY)}
+    return measure_models(build_models(device), device, warmup=WARMUP, steps=STEPS)
+
+
+def build_models(device: torch.device) -> dict[int, torch.nn.Module]:
+    """By their number of blocks."""
+    return {blocks: _build(blocks, device) for blocks in (FEW, MANY)}
+
+
+def measure_models(models: dict[int, torch.nn.Module], device: torch.device, *, warmup: int, steps: int) -> HostReport:
     tokens = torch.zeros((1, TOKENS), dtype=torch.long, device=device)
     found: dict[int, list[float]] = {FEW: [], MANY: []}
-    for step in range(WARMUP + STEPS):
+    for step in range(warmup + steps):
         for blocks, model in models.items():
             seconds = _step(model, tokens)
-            if step >= WARMUP:
+            if step >= warmup:
                 found[blocks].append(seconds)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return HostReport(found[FEW], found[MANY], name, processor_name())

@@ -29,8 +29,9 @@ def test_the_cpu_beside_a_gh200_launches_kernels_more_slowly():
 def test_modules_of_transformer_engine_take_the_host_longer_than_compiled_blocks():
     run = make_run("gpt2", "h200", traits=MEGATRON, compiled=True, micro_batch=1, length=128)
     compiled = run.with_(traits=replace(MEGATRON, fused_by_hand=False))
-    assert host_seconds(run, 10) == pytest.approx(10 * 3.81e-3, rel=0.01)
-    assert host_seconds(run, 10) - host_seconds(compiled, 10) == pytest.approx(10 * (3.81e-3 - 2.2e-3), rel=0.01)
+    around = 10e-3  # of a micro-batch
+    assert host_seconds(run, 10) == pytest.approx(10 * 3.5e-3 + around, rel=0.01)
+    assert host_seconds(run, 10) - host_seconds(compiled, 10) == pytest.approx(10 * (3.5e-3 - 2.2e-3) + around)
     # Megatron had none in 2022, and XLA launches whole programs.
     for other in (replace(MEGATRON, software=2022), replace(MEGATRON, planned_memory=True)):
         assert host_seconds(run.with_(traits=other), 10) == host_seconds(compiled, 10)

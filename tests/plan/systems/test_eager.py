@@ -67,8 +67,9 @@ def test_pairs_that_are_rotated_one_by_one_move_twice_what_halves_do() -> None:
     moved = 4 * 6 + 12 + 2 * 10 + (6 + 4 * 6 + 4 * (4 + 10) + 3 * 12)
     assert elementwise(pairs) - elementwise(numbers) == pytest.approx(rotated * (moved - 2 * 8) / streamed, rel=0.02)
     assert elementwise(numbers) < elementwise(halves) < elementwise(pairs)
-    # Qwen's heads have halves in every system.
-    assert len({elementwise(eager("qwen2.5-0.5b", traits=replace(TORCHTUNE, rotary=one))) for one in ROTARY}) == 1
+    # Qwen's heads have halves in every system; LitGPT's are in fp32: test_litgpt.py.
+    others = [one for one in ROTARY if one != "wide halves"]
+    assert len({elementwise(eager("qwen2.5-0.5b", traits=replace(TORCHTUNE, rotary=one))) for one in others}) == 1
 
 
 def test_repeated_keys_are_copied_and_their_gradients_added_up() -> None:

@@ -27,6 +27,8 @@ def block_kept(run: Run) -> Term:
     """Bytes that a block saves per micro-batch without activation checkpointing."""
     full, local = run.tokens, run.tokens / run.mesh.tp
     parts = *_norms(run, run.stream_tokens), *_inputs(run, full), *_attention(run, full), *_mlp(run, local), *_dora(run)
+    copied = run.tokens * padded_adapters(run)[0] * run.compute_bytes
+    parts = *parts, leaf("outputs of padded adapters", copied)
     # Autocast keeps its copies of weights that are trained, and the backward pass frees them with the others. Of frozen
     # ones every layer saves a copy of its own.
     copies = 0.0
@@ -56,7 +58,7 @@ def _norms(run: Run, tokens: float) -> list[Term]:
         each = stream if run.traits.liger_kernels else (stream + itemsize) / 2
     elif run.traits.unfused_norms and shape.traits.rms_norm:
         # Eager RMSNorm saves an fp32 copy of its input and, if its scale is trained, the normalized input too.
-        each = 4.0 + (stream if run.trained.blocks else 0)
+        each = 4.0 + ((4 if run.traits.wide_norms else stream) if run.trained.blocks else 0)
     both = 2 * each
     if shape.shared_norm:
         both = stream if run.compiled else each
@@ -154,8 +156,10 @@ def _attention(run: Run, tokens: float) -> list[Term]:
     across = run.mesh.cp if run.cp_method == "gather" else 1
     width = float(query + 2 * held * across)
     joined = shape.traits.fused_qkv or run.traits.fused_qkv or architecture_of(shape.model_type).joined
-    # Transformer Engine copies what is not contiguous (get_qkv_layout in attention/dot_product_attention/utils.py).
-    if joined and shape.traits.rotary and not run.has_engine:
+    # Transformer Engine copies what is not contiguous (get_qkv_layout in attention/dot_product_attention/utils.py), and
+    # so do repeated values.
+    no_views = run.has_engine or (run.traits.repeats_keys and keys < query and not run.recomputes_cheap)
+    if joined and shape.traits.rotary and not no_views:
         # Values are a view of the fused QKV output, which stays allocated beside the rotated queries and keys.
         width += query + keys
     kept = width * itemsize
@@ -294,6 +298,16 @@ def quantized_input_bytes(run: Run, reads: str) -> int:
     if quantize == "int8":
         return (run.compute_bytes + 1) * run.traits.quantized_keep_inputs
     return run.compute_bytes if quantize in ("nf4", "fp4") and run.traits.quantized_keep_inputs else 0
+
+
+def padded_adapters(run: Run) -> tuple[float, float]:
+    """(outputs of adapters that are copied into zeros, those of their joined layer that have none), of a block: where
+    not all of queries, keys and values have one. The copy saves what it has copied."""
+    if run.adapter is None or not run.traits.joined_adapters or run.compiled:
+        return 0.0, 0.0
+    joined = sum(one.outputs for one in linears(run.shape) if one.name in FUSED_TOGETHER[0])
+    own = sum(one.outputs for one in adapted(run) if one.name in FUSED_TOGETHER[0])
+    return (float(own), float(joined - own)) if own < joined else (0.0, 0.0)
 
 
 def held_by_functions(run: Run) -> dict[str, float]:

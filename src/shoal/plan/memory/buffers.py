@@ -116,7 +116,7 @@ def optimizer_temporaries(run: Run, rank: Rank) -> Term:
         largest = max(tables, *(one.parameters for one in linears(run.shape))) / run.mesh.tp
         amount += adafactor_copies(run) * 4 * min(largest, trained) / run.optimizer_shards
     copies = run.traits.step_copies
-    if run.traits.foreach_step and not run.optimizer_in_backward:
+    if run.foreach_step and not run.optimizer_in_backward:
         copies = 1  # the square roots of the second moments
     if run.optimizer == "adamw":
         amount += copies * trained / run.optimizer_shards * run.weight_bytes

@@ -140,7 +140,7 @@ class ReplayedStates:
         if not self.optimizer:
             widths = state_widths(run)
             self.optimizer = [memory.take(size * width) for size in updated for width in widths]
-        if run.traits.foreach_step and run.optimizer == "adamw":
+        if run.foreach_step:
             memory.give(*[memory.take(size * run.trained_bytes) for size in updated])
         if find_optimizer(run.optimizer).factored:
             for size in updated:

@@ -8,6 +8,9 @@ from shoal.plan.run.blocks import linears
 from shoal.plan.run.layout import Rank
 from shoal.plan.run.run import Run
 
+# Lightning's Fabric returns what a model has computed in fp32 (convert_output in fabric/plugins/precision).
+RETURNED_BYTES = 4
+
 
 def last_micro_batch(run: Run, rank: Rank) -> float:
     """What a loop that holds the last logits has of them at the end of the next forward pass: the inputs of quantized
@@ -19,8 +22,8 @@ def last_micro_batch(run: Run, rank: Rank) -> float:
     saved = sum(width * quantized_input_bytes(run, reads) for reads, width in inputs.items())
     kept = run.tokens * saved * rank.blocks
     vocabulary = run.shape.vocab / run.mesh.tp
-    logits = 2 * run.head_tokens * vocabulary * run.compute_bytes
-    matrix = vocabulary * run.shape.hidden * dequantized_bytes(run) if has_quantized_head(run) else 0.0
+    logits = 2 * run.head_tokens * vocabulary * RETURNED_BYTES
+    matrix = vocabulary * run.shape.hidden * dequantized_bytes(run, forward=True) if has_quantized_head(run) else 0.0
     return (kept if run.recompute == "none" else 0.0) + logits + matrix
 
 
@@ -34,9 +37,14 @@ def held_inputs(run: Run, rank: Rank) -> float:
 
 def held_outputs(run: Run, rank: Rank) -> float:
     """What the model has returned and a loop holds in the backward pass: logits, and cached keys and values."""
-    if not run.traits.holds_outputs or not rank.last or run.loss != "plain":
+    if not rank.last or run.loss != "plain":
         return 0.0
-    logits = run.head_tokens * run.shape.vocab / run.mesh.tp * returned_bytes(run)
+    logits = run.head_tokens * run.shape.vocab / run.mesh.tp
+    if run.traits.holds_last_logits:
+        return logits * RETURNED_BYTES
+    if not run.traits.holds_outputs:
+        return 0.0
+    logits *= returned_bytes(run)
     return logits + cached_keys(run, rank)
 
 

@@ -51,10 +51,9 @@ def kept_tensors(run: Run) -> dict[str, list[float]]:
         elif term.name == "query and key norm inputs":
             queries = run.shape.query_width / (run.shape.query_width + run.shape.kv_width)
             for share in (queries, 1 - queries):
-                elements = amount * share / (4.0 + run.compute_bytes)
-                found["attention"] += (
-                    [elements * 4.0, elements * run.compute_bytes] if not run.compiled else [amount * share]
-                )
+                scaled = 4.0 if run.traits.wide_norms else run.compute_bytes
+                elements = amount * share / (4.0 + scaled)
+                found["attention"] += [elements * 4.0, elements * scaled] if not run.compiled else [amount * share]
         elif term.name != "frozen weights in compute dtype":  # which are copies of weights: see `replay.Steps.forward`
             found["norm"].append(amount)
     return found

@@ -189,9 +189,11 @@ def _weights(run: Run, counts: Counts, rank: Rank) -> Term:
         scales = replicated_scales(run, rank)
         extra = trained_parameters(run, rank)
         copies = extra * run.compute_bytes if run.mixed and not run.sharded else 0.0
+        spare = run.traits.spare_embeddings * counts.embedding * run.compute_bytes if adapter.quantize else 0.0
         return group(
             "weights",
             leaf("frozen", (frozen - scales) / shards),
+            leaf("embeddings that are no longer used", spare),
             leaf("quantization scales", scales),
             leaf("adapters", (extra - also) * run.trained_bytes / shards),
             leaf("trained base weights", also * run.trained_bytes / shards),
@@ -262,12 +264,15 @@ def has_quantized_head(run: Run) -> bool:
     return quantized and run.traits.quantizes_head and not run.shape.tied
 
 
-def dequantized_bytes(run: Run) -> int:
-    """Bytes per element of a matrix that is dequantized while it is used: a second copy if its dtype is another. An
-    8-bit layer's is in the dtype of its input, and multiplied by its scales in place."""
+def dequantized_bytes(run: Run, *, forward: bool = False) -> int:
+    """Bytes per element of a matrix that is dequantized while it is used: a second copy if its dtype is another, in the
+    backward pass or already `forward`. An 8-bit layer's is in the dtype of its input, and multiplied by its scales in
+    place."""
     if run.in_int8:
         return run.read_bytes("norm")
-    return run.compute_bytes * (2 if run.traits.dequantizes_in_half and run.precision != "16-mixed" else 1)
+    half = run.traits.dequantizes_in_half
+    twice = run.precision != "16-mixed" and (half is True or (half == "backward" and not forward))
+    return run.compute_bytes * (2 if twice else 1)
 
 
 def block_bytes(run: Run) -> float:

@@ -43,6 +43,18 @@ class Run(Settings):
         return self.traits.upcasts_shards and trained and self.narrow
 
     @property
+    def foreach_step(self) -> bool:
+        """Whether AdamW is PyTorch's foreach one."""
+        foreach = self.traits.foreach_step
+        return self.optimizer == "adamw" and (foreach is True or (foreach == "eager" and not self.compiled))
+
+    @property
+    def head_parts(self) -> float:
+        """How many parts of the tokens the head under an adapter is applied to, one after the other."""
+        each = self.traits.adapted_head_tokens
+        return max(1.0, self.length / each) if each and self.adapter is not None and self.loss == "plain" else 1.0
+
+    @property
     def casts_shards(self) -> bool:
         """Whether FSDP casts trained weights as it gathers them (its mixed precision, also around autocast), so that
         blocks see them in the compute dtype only, and so does what an embedding returns."""

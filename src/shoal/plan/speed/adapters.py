@@ -1,9 +1,10 @@
 """Seconds of the adapters of a block: LoRA and DoRA, ours and PEFT's."""
 
 from shoal.catalogue.efficiency import MULTIPROCESSORS
+from shoal.plan.memory.activations import padded_adapters
 from shoal.plan.memory.states import adapted, stored_bytes
 from shoal.plan.run.blocks import Linear, linears
-from shoal.plan.run.run import Adapter, Run
+from shoal.plan.run.run import FUSED_TOGETHER, Adapter, Run
 from shoal.plan.speed.cache import cached_rate
 from shoal.plan.speed.eager import Kernel, cast, kernel_seconds
 from shoal.plan.speed.kernels import Seconds, bandwidth, contiguous_rate, matmul_seconds
@@ -20,6 +21,9 @@ GPTQ_KERNELS = [
 DEQUANTIZATION_RATE = 2.1e12 / 132
 
 
+# How many times as many addresses a copy by index computes as other kernels that are not vectorized: 63.6e9 elements a
+# second on an H200 (benchmarks/gpu/litgpt_h200/kernels.jsonl).
+INDEXED = 5.2
 # Bytes per element that are read for nothing where DoRA adds a transposed matrix, by what its forward pass of a Llama's
 # block takes an H200 (benchmarks/gpu/adapters_h200/dora_blocks.json).
 TRANSPOSED = 28
@@ -37,7 +41,9 @@ def dequantization_seconds(run: Run, adapter: Adapter, elements: float) -> tuple
         each = moved / len(linears(run.shape, joined=run.traits.fused_qkv))
         limit = DEQUANTIZATION_RATE * MULTIPROCESSORS[run.gpu.name]
         rate = min(cached_rate(run.gpu, each, rate), limit)
-    return moved / rate, moved / rate
+    half = run.traits.dequantizes_in_half if run.compute_bytes == 2 and not run.is_half else False
+    cast_again = kernel_seconds(run, [Kernel(1, 4, unrolled=True)], elements) if half else 0.0
+    return moved / rate + (cast_again if half is True else 0.0), moved / rate + cast_again
 
 
 def adapter_seconds(run: Run, adapter: Adapter) -> tuple[float, float]:
@@ -89,6 +95,16 @@ def _eager_kernels(run: Run, adapter: Adapter, one: Linear) -> Seconds:
     # Dropout is as fast as kernels that are not vectorized in fp32, on an H200 355e9 elements a second, in bf16 not.
     dropped = [Kernel(inputs, 2 * seen + 1, unrolled=seen == 4)] if adapter.dropout else []
     scaled = [Kernel(outputs, 2 * computed)]
+    if run.traits.joined_adapters and one.name in FUSED_TOGETHER[0]:
+        transposed = Kernel(outputs, 2 * computed, unrolled=True)
+        ahead, back = [*ahead, transposed], [*back, transposed, transposed]
+        own, missing = padded_adapters(run)
+        if missing:
+            # Into zeros, which are scaled and added in full.
+            padded = missing * outputs / own
+            ahead += [Kernel(INDEXED * outputs, 2 * computed / INDEXED, unrolled=True), Kernel(padded, 2 * computed)]
+            ahead += [Kernel(padded + outputs, computed), Kernel(padded, 3 * made)]
+            back.append(Kernel(padded, 2 * computed))
     ahead, back = ahead + dropped + scaled, back + dropped + scaled
     if peft and adapter.quantize in ("nf4", "fp4"):
         ahead.append(Kernel(outputs, 2 * made))

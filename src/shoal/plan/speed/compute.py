@@ -248,7 +248,7 @@ def head_seconds(run: Run) -> Seconds:
     shape, tp = run.shape, run.mesh.tp
     tokens, columns = run.head_tokens, logit_columns(run)
     # A fused loss reads the weight for every part of the tokens, and adds to its gradient.
-    rows = fused_rows(run) if run.loss == "fused" else tokens
+    rows = fused_rows(run) if run.loss == "fused" else tokens / run.head_parts
     parts = tokens / rows
     slower = 1.0
     if not (run.gpu.is_cpu or is_aligned(run) or is_padded(run)):

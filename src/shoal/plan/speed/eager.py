@@ -87,7 +87,8 @@ def block_seconds(run: Run) -> Seconds:
 
 def rotary_of(run: Run) -> str:
     """What rotary embeddings rotate."""
-    return "halves" if run.shape.model_type.startswith("qwen") else run.traits.rotary
+    of_qwen = run.shape.model_type.startswith("qwen") and run.traits.rotary != "wide halves"
+    return "halves" if of_qwen else run.traits.rotary
 
 
 def spared_power(run: Run, busy: float, others: float) -> float:
@@ -111,6 +112,9 @@ def loss_seconds(run: Run, logits: float) -> float:
     kernels = [Kernel(1, SOFTMAX_MOVED), Kernel(1, SOFTMAX_MOVED), Kernel(1, 4)]
     if run.head_bytes < 4:
         kernels += [Kernel(1, 6, unrolled=True)] * (2 if run.traits.widens_outputs else 1) + [Kernel(1, 6)]
+    if run.traits.splits_logits and run.head_parts == 1:
+        # Copied, joined, and written into zeros.
+        kernels += [Kernel(1, 8, unrolled=True), Kernel(1, 8), Kernel(1, 4), Kernel(1, 8, unrolled=True)]
     if run.traits.logs_entropy and run.loss == "plain":
         # Another softmax, its exponential, their product and its sum; and the largest logit.
         kernels += [Kernel(1, SOFTMAX_MOVED), Kernel(1, 8), Kernel(1, 12), Kernel(1, 4), Kernel(1, 4)]
@@ -171,7 +175,8 @@ def _rotary(run: Run) -> tuple[list[Kernel], list[Kernel]]:
         turned = [Kernel((shape.query_width + shape.kv_width) / tp, 2 * run.layer_bytes, fused=True)]
         return copied + turned + out, turned + out
     if rotary_of(run) != "halves":
-        ahead, behind = _rotated_pairs(run, (shape.query_width + shape.kv_width) / tp)
+        rotated = _wide_halves if rotary_of(run) == "wide halves" else _rotated_pairs
+        ahead, behind = rotated(run, (shape.query_width + shape.kv_width) / tp)
         return copied + ahead + out, behind + out
     # Multiplied with cosines and sines in the dtype of the residual stream under autocast.
     wide = max(run.layer_bytes, run.residual_bytes if run.in_autocast else 0)
@@ -188,6 +193,20 @@ def _rotary(run: Run) -> tuple[list[Kernel], list[Kernel]]:
     if wide > itemsize and wide > run.layer_bytes:
         narrowed, widened = [Kernel(heads, wide + itemsize)], [Kernel(heads, wide + itemsize, unrolled=True)]
     return twice + halves + joined + summed + narrowed + out, twice + halves + summed + zeros + widened + out
+
+
+def _wide_halves(run: Run, heads: float) -> tuple[list[Kernel], list[Kernel]]:
+    """Halves rotated in fp32, cast back and joined with channels that are not rotated, though there may be none. Then
+    backward every slice and half is written into zeros of its own, and these are added up."""
+    itemsize = run.layer_bytes
+    joined, half = Kernel(heads, 2 * itemsize, unrolled=True), Kernel(heads / 2, 2 * itemsize, unrolled=True)
+    twice = [Kernel(heads, itemsize + 4, unrolled=True)] * 2
+    ahead = [half, joined, *twice, Kernel(heads, 12, unrolled=True), *cast(heads, 4, itemsize), joined]
+    behind = [*cast(heads, itemsize, 4), *[Kernel(heads, 8, unrolled=True), *cast(heads, 4, itemsize)] * 2, half]
+    behind += [Kernel(heads, itemsize)] * 4 + [half, half, joined] + [Kernel(heads, 3 * itemsize)] * 3
+    # Gradients of queries, keys and values, which are one matmul.
+    behind.append(Kernel(heads + run.shape.kv_width / run.mesh.tp, 2 * itemsize))
+    return ahead, behind
 
 
 def _rotated_pairs(run: Run, heads: float) -> tuple[list[Kernel], list[Kernel]]:

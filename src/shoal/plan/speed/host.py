@@ -22,11 +22,14 @@ COMPILED_BLOCK_HOST = 2.2e-3  # measured on the host of an H200: benchmarks/gpu/
 # in one call (benchmarks/gpu/small_gpt_h200). GPT-2 with one sequence of 1,024 tokens takes an H100 12.5 ms, so at most
 # 0.8 per block (Jjschwartz/gollem, experiments/gpt2).
 GRAPH_BLOCK_HOST = 1.3e-3
-# The same of Megatron's layers, which are modules of Transformer Engine since 2023: Llama 2 70B with adapters takes 64
-# B200 1.2 times as long without CUDA graphs (docs.nvidia.com/dl-cuda-graph/latest/examples/llama2-70b-lora.html) as the
-# 0.254 s that it takes with them (mlcommons/training_results_v5.0, Oracle's), for 80 layers. 48 layers take 220 ms with
-# one sequence of 1,024 tokens, of which 37 ms are optimizer, head and loss (vuiseng9/megatron-tutorials), as much each.
-ENGINE_BLOCK_HOST = 1.2 * 0.254 / 80
+# The same of Megatron's layers, which are modules of Transformer Engine since 2023; with fp8, which casts weights and
+# inputs and keeps their scales; and of a micro-batch around its blocks: data, embedding, head, loss, its schedule. From
+# runs that wait for their host, whose speed was measured beside each of them (benchmarks/gpu/megatron_h200). Published
+# ones are near: 48 layers take 220 ms with one sequence of 1,024 tokens, of which 37 ms are optimizer, head and loss
+# (vuiseng9/megatron-tutorials); Llama 2 70B with adapters takes 64 B200 1.2 times as long without CUDA graphs
+# (docs.nvidia.com/dl-cuda-graph/latest/examples/llama2-70b-lora.html) as the 0.254 s that it takes with them
+# (mlcommons/training_results_v5.0, Oracle's), for 80 layers.
+ENGINE_BLOCK_HOST, ENGINE_FP8_HOST, ENGINE_MICRO_BATCH_HOST = 3.5e-3, 1.2e-3, 10e-3
 # Host time of an adapted layer, eager: about twenty kernels forward and backward, and PEFT's Python between them; and
 # of a quantized one, which bitsandbytes dequantizes in Python in both passes. From steps that hardly depend on the
 # length of their sequences: OpenLLaMA 7B with adapters in all layers, two sequences of 256 tokens under autocast on an
@@ -114,10 +117,13 @@ def _launching(run: Run, blocks: int) -> float:
     """Host time to launch the kernels of a micro-batch, both passes, on a host with an x86 CPU."""
     if run.compiled and not run.traits.liger_kernels:
         block = GRAPH_BLOCK_HOST if run.traits.compiles_loss else COMPILED_BLOCK_HOST
-        block = ENGINE_BLOCK_HOST if _is_fused_by_hand(run) else block
+        around = 0.0
+        if _is_fused_by_hand(run):
+            block = ENGINE_BLOCK_HOST + ENGINE_FP8_HOST * (run.precision == "fp8")
+            around = ENGINE_MICRO_BATCH_HOST
         # Kernels that are fused by hand are launched one by one, also those of a recomputed forward pass.
         again = FORWARD_HOST * block * run.repeated_share if run.traits.fused_by_hand else 0.0
-        return (block + again + experts_host(run) + zero_hooks(run) + _unit_hooks(run)) * blocks
+        return (block + again + experts_host(run) + zero_hooks(run) + _unit_hooks(run)) * blocks + around
     block = EAGER_BLOCK_HOST
     if not run.compiled:
         block *= _relative_operations(run)
@@ -178,7 +184,7 @@ def _reads_overflow(run: Run) -> bool:
     """Whether the host reads, before the step, whether a gradient has overflowed: GradScaler does (_maybe_opt_step in
     torch/amp/grad_scaler.py), but for a fused optimizer, which reads it on the device."""
     scales = run.precision == "16-mixed" and run.in_autocast and not run.traits.fused_step
-    return scales and (run.traits.foreach_step or run.optimizer != "adamw")
+    return scales and (run.foreach_step or run.optimizer != "adamw")
 
 
 def step_host_seconds(run: Run, blocks: int, device: float) -> float:

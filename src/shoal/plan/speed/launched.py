@@ -18,8 +18,8 @@ LINEAR, BIAS = 6, 1.5
 # gradients. One that is a kernel has one in each pass.
 WRITTEN_OUT_NORM, NORM = 25, 2
 # Of queries and keys: halves that are cut, negated and joined, two products and a sum; pairs, of which each element is
-# multiplied twice on its own; or a product of complex numbers.
-ROTARY = {"halves": 45, "pairs": 63, "complex": 25}
+# multiplied twice on its own; or a product of complex numbers. Halves in fp32 are counted on LitGPT's blocks.
+ROTARY = {"halves": 45, "wide halves": 55, "pairs": 63, "complex": 25}
 # The activation function, the product with the gate, and the sum of two gradients; or one kernel in each pass; or GELU
 # operation by operation.
 GATED, ACTIVATION, WRITTEN_OUT_ACTIVATION = 6, 2, 28

@@ -24,8 +24,7 @@ def optimizer_seconds(run: Run, parameters: float) -> float:
     state = optimizer.streamed_bytes(weight)
     gradient = run.gradient_bytes or weight
     moved = 2.0 * weight + gradient + 2 * state
-    foreach = run.traits.foreach_step and run.optimizer == "adamw"
-    if foreach:
+    if run.foreach_step:
         moved = FOREACH_PASSES * weight
     if optimizer.factored:
         moved += FACTORED_PASSES * 4
@@ -40,7 +39,7 @@ def optimizer_seconds(run: Run, parameters: float) -> float:
     if run.mixed and not run.sharded:
         moved += run.compute_bytes + (0 if run.traits.fused_step else weight)
     rate = bandwidth(run)
-    if foreach:
+    if run.foreach_step:
         rate = eager_bandwidth(run, streams=True)
     elif run.traits.fused_step and optimizer.streams:
         rate = streamed_bandwidth(run)

@@ -95,6 +95,12 @@ LARGE_PARTS: Month = (2026, 7)
 FEW_ROWS: Month = (2026, 11)
 # torchtune 0.7: LinearCrossEntropyLoss in place of CEWithChunkedOutputLoss.
 PROJECTED_LOSS: Month = (2025, 5)
+# LitGPT 0.4.6 scales norms in fp32; 0.5.1 has bitsandbytes' embedding, and 0.5.4 its version 0.44 in place of 0.42;
+# bitsandbytes 0.50 dequantizes within the matmuls of forward passes.
+LITGPT_WIDE_NORMS: Month = (2024, 8)
+LITGPT_EMBEDDING: Month = (2024, 10)
+LITGPT_FREED_INPUTS: Month = (2025, 1)
+DEQUANTIZED_IN_MATMULS: Month = (2026, 9)
 # nanotron's `tp_recompute_allgather`.
 NANOTRON_GATHERS: Month = (2024, 8)
 OTHER_STREAM: Month = (2025, 1)
@@ -203,6 +209,8 @@ def _own(system: str, traits: SystemTraits, date: Month, gpu: Gpu) -> dict[str, 
         since = date >= NEMO_OVERLAPS
         attention = NEMO_ATTENTION[0] <= date < NEMO_ATTENTION[1]
         return {"overlaps_tensor": since, "overlaps_weight_gather": since, "flash2": attention}
+    if system == "litgpt":
+        return litgpt_of(date)
     if system == "torchtune":
         return {"chunks": "projected" if date >= PROJECTED_LOSS else "upcast"}
     if system == "nanotron":
@@ -210,6 +218,15 @@ def _own(system: str, traits: SystemTraits, date: Month, gpu: Gpu) -> dict[str, 
     if system == "megatron":
         return {"flash2": date < ENGINE_ATTENTION}
     return {}
+
+
+def litgpt_of(date: Month) -> dict[str, Any]:
+    return {
+        "wide_norms": date >= LITGPT_WIDE_NORMS,
+        "spare_embeddings": 2 if date >= LITGPT_EMBEDDING else 0,
+        "quantized_keep_inputs": date < LITGPT_FREED_INPUTS,
+        "dequantizes_in_half": "backward" if date >= DEQUANTIZED_IN_MATMULS else True,
+    }
 
 
 def _torchtitan(date: Month, *, blackwell: bool) -> dict[str, Any]:

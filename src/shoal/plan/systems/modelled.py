@@ -54,13 +54,20 @@ KEMPNERFORGE = SystemTraits(repeats_keys=True, logit_bytes=18.0)
 # Lightning's plugin quantizes every linear layer, from fp16 (fabric/plugins/precision/bitsandbytes.py).
 LITGPT = SystemTraits(
     fused_qkv=True,
-    quantized_keep_inputs=True,
+    repeats_keys=True,  # CausalSelfAttention in litgpt/model.py
+    rotary="wide halves",  # apply_rope in litgpt/model.py, with the cache that fine-tuning makes for its length
+    wide_norms=True,  # RMSNorm in litgpt/model.py
     holds_last_logits=True,  # fit in litgpt/finetune/lora.py
-    narrow_loss=True,  # chunked_cross_entropy in litgpt/utils.py
+    splits_logits=True,  # chunked_cross_entropy in litgpt/utils.py
+    adapted_head_tokens=128,  # lm_head_chunk_size in litgpt/finetune/lora.py
+    joined_adapters=True,  # LoRAQKVLinear in litgpt/lora.py
+    spare_embeddings=2,  # main in litgpt/finetune/lora.py; as many blocks of that size were there on an H200
+    waits_for_loss=True,  # running_loss and token_counts of every micro-batch in litgpt/finetune/lora.py
+    foreach_step="eager",  # only litgpt/pretrain.py asks for a fused one
     quantizes_head=True,
     unties_head=True,  # GPT.__init__ in litgpt/model.py
     experts="modules",  # LLaMAMoE in litgpt/model.py
-    dequantizes_in_half=True,
+    dequantizes_in_half="backward",
     pads_vocabulary=True,
     unsharded_accumulation=True,
     flat_parameters=True,  # FSDPStrategy in lightning/fabric/strategies/fsdp.py
@@ -313,6 +320,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "train.compile": False,
         "data.pack": False,
     },
+    # Of litgpt/finetune; litgpt/pretrain.py compiles the model.
+    "litgpt": {"train.compile": False, "train.loss_impl": "plain", "data.pack": False},
     # recipes/configs: dtype bf16, compile False, packed False, enable_activation_checkpointing True but in *_lora.yaml.
     "torchtune": {
         "train.precision": "bf16-true",

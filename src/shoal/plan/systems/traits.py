@@ -54,6 +54,12 @@ class SystemTraits:
     # Logits are not cast to fp32 before the loss. On a GPU, log_softmax is then in 16 bits under autocast too:
     # cross_entropy_loss in ATen/native/LossNLL.cpp gives it a dtype, which autocast leaves.
     narrow_loss: bool = False
+    # A plain loss copies the logits without the last token of each sequence, and is computed for a few of them at a
+    # time, whose gradients are joined again (chunked_cross_entropy in litgpt/utils.py).
+    splits_logits: bool = False
+    # Under adapters, the head is applied to so many tokens of each sequence at a time; logits and log-softmax of all of
+    # them stay, in fp32 (lm_head_chunk_size in litgpt/finetune/lora.py). 0: to all tokens.
+    adapted_head_tokens: int = 0
     # `logit_bytes` with a vocabulary sharded over tensor-parallel ranks.
     sharded_logit_bytes: float = 12.0
     # `chunked`: logits and their gradients are computed chunk by chunk. `upcast`: all logits are kept in the compute
@@ -143,8 +149,15 @@ class SystemTraits:
     # The head is quantized like the matrices of blocks; else it keeps the compute dtype.
     quantizes_head: bool = False
     # Quantized matrices are dequantized to fp16 and then cast to bf16: two copies at a time (bitsandbytes before 0.43,
-    # Params4bit.cuda in bitsandbytes/nn/modules.py).
-    dequantizes_in_half: bool = False
+    # Params4bit.cuda in bitsandbytes/nn/modules.py). `backward`: only for the gradients, as Lightning quantizes from
+    # fp16 and bitsandbytes 0.50 dequantizes within the forward pass's matmul.
+    dequantizes_in_half: bool | Literal["backward"] = False
+    # Adapters of queries, keys and values are one, whose second matmul is a convolution over transposed tensors; where
+    # not all three have one, its output is copied by index into zeros (LoRAQKVLinear in litgpt/lora.py).
+    joined_adapters: bool = False
+    # Embeddings that are no longer used stay on the device with quantized layers: what bitsandbytes' StableEmbedding
+    # was made in place of (main in litgpt/finetune/lora.py).
+    spare_embeddings: int = 0
     # The experts of a mixture are one tensor, which grouped matmuls compute; or they are modules that run one after the
     # other, whose linear layers are quantized too and have adapters of their own; or slices of one tensor that do.
     experts: Literal["grouped", "modules", "slices"] = "grouped"
@@ -193,12 +206,17 @@ class SystemTraits:
     # The backward pass of a gated MLP computes the product of its factors again, with their gradients, in place of
     # saving it as the input of the last layer (_SwiGLUFusedFunc in xformers/ops/swiglu_op.py).
     multiplies_again: bool = False
+    # An RMSNorm that is written out multiplies with its scale in fp32, so that it saves what it has normalized in fp32
+    # if the scale is trained; else in the dtype of its input.
+    wide_norms: bool = False
     # Rotary embeddings are one kernel, compiled or not, rather than several.
     fused_rotary: bool = False
     # Else they rotate the halves of a head, as transformers does; or pairs of neighbours, in fp32: one of each pair at
     # a time (RotaryPositionalEmbeddings in torchtune/modules/position_embeddings.py), or as complex numbers
-    # (apply_rotary_emb in torchtitan/models/llama3/model.py). All of them rotate the halves of Qwen's heads.
-    rotary: Literal["halves", "pairs", "complex"] = "halves"
+    # (apply_rotary_emb in torchtitan/models/llama3/model.py). All of them rotate the halves of Qwen's heads. `wide
+    # halves`: halves, in fp32, as which cosines and sines are kept, and joined with the channels that are not rotated
+    # (apply_rope in litgpt/model.py).
+    rotary: Literal["halves", "wide halves", "pairs", "complex"] = "halves"
     # These adapters are in the dtype of the frozen weights after all: PEFT before 0.12, and where a script casts them.
     # `quantized`: in 16 bits, with their optimizer state, if the weights are quantized, as TRL's SFTTrainer casts them.
     # `unquantized`: in the dtype of the weights if these are in 16 bits.
@@ -212,7 +230,8 @@ class SystemTraits:
     # GELU is written out by its definition, with erf: five elementwise kernels, as in BERT's code before PyTorch 1.4.
     erf_gelu: bool = False
     # AdamW runs kernel by kernel over all parameters (torch's foreach), which needs a copy of their size; else fused.
-    foreach_step: bool = False
+    # `eager`: unless blocks are compiled.
+    foreach_step: bool | Literal["eager"] = False
     # Tensors of the size of all that is updated, in fp32, which another AdamW holds at a time: two of PyTorch's before
     # version 2.1 if that is one tensor (the root of the second moments, and its quotient or sum: torch/optim/adamw.py).
     step_copies: int = 0
