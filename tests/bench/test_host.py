@@ -66,3 +66,5 @@ def test_a_plan_that_waits_for_its_host_names_the_measurement() -> None:
     given = plan(*SHORT, "hardware.host_block_ms=4")
     assert "shoal bench host" not in " ".join(given.notes)
     assert json.loads(json.dumps(given.as_dict()))["hardware"]["host_block_ms"] == 4
+    on_cpu = " ".join(plan("model.shape=gpt2", "train.steps=1", "hardware.gpu=cpu", "hardware.host_block_ms=4").notes)
+    assert "hardware.host_block_ms has no effect" in on_cpu

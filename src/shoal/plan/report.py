@@ -170,6 +170,8 @@ def _about_the_host(choice: ResolvedRun) -> list[str]:
     """That the device waits for its host, if it does so for long: hosts differ far more than devices of one kind."""
     found = [choice.speed.step.find(name) for name in ("kernel launch overhead", "optimizer launch overhead")]
     share = sum(term.amount for term in found if term is not None) / choice.speed.step_seconds
+    if choice.machine.is_cpu and choice.machine.host_block_ms is not None:
+        return ["hardware.host_block_ms has no effect: a CPU launches no kernels of a device."]
     if share < WAITS_FOR_HOST or choice.machine.is_cpu:
         return []
     waits = f"The device waits {share:.0%} of the step for its host to launch kernels"
