@@ -8,8 +8,9 @@ from plan_accuracy import TRAITS
 from shoal.plan.systems.further import FURTHER
 from shoal.plan.systems.traits import SystemTraits
 
-# How LitGPT pretrains, unlike its fine-tuning: the cache of rotary embeddings is cast with the model, its
-# AdamW is fused, its targets are shifted before, and it waits once per step.
+# How LitGPT pretrains without a compiler, unlike its fine-tuning: the cache of rotary embeddings is cast with the
+# model, AdamW is fused, labels are shifted before the model runs, and the host waits once per step, when that has been
+# launched.
 OF_PRETRAINING: dict[str, Any] = {
     "rotary": "halves",
     "foreach_step": False,

@@ -28,7 +28,6 @@ def test_a_host_is_measured_by_what_more_blocks_take(monkeypatch: pytest.MonkeyP
     assert (few["blocks"], many["blocks"], many["steps"]) == (4, 12, 8)
     assert values["host_block_ms"] == pytest.approx((many["step_ms"] - few["step_ms"]) / 8, abs=1e-3)
     assert values["host_block_ms"] > 0
-    assert values["relative"] == pytest.approx(values["host_block_ms"] / 2, abs=1e-3)
     assert f"hardware.host_block_ms={found.block_ms:.2f}" in found.text()
 
 

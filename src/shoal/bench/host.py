@@ -48,11 +48,6 @@ class HostReport:
         return deciles[-1] / deciles[0]
 
     @property
-    def relative(self) -> float:
-        """How many times as long as the forecast takes hosts to need."""
-        return self.block_ms / (1e3 * EAGER_BLOCK_HOST)
-
-    @property
     def caveats(self) -> list[str]:
         if self.spread < UNSTEADY:
             return []
@@ -73,7 +68,6 @@ class HostReport:
             rows=rows,
             caveats=self.caveats,
             host_block_ms=round(self.block_ms, 3),
-            relative=round(self.relative, 3),
             spread=round(self.spread, 3),
         )
 
@@ -82,7 +76,7 @@ class HostReport:
             [
                 f"on            {self.processor} with {self.device}, torch {torch.__version__}",
                 f"host          {self.block_ms:.2f} ms to launch the kernels of a Llama block, forward and backward; "
-                f"the forecast has {1e3 * EAGER_BLOCK_HOST:.2f} ms unless told otherwise",
+                f"the forecast assumes {1e3 * EAGER_BLOCK_HOST:.2f} ms by default, and more beside a Grace",
                 f"plan with     hardware.host_block_ms={self.block_ms:.2f}",
                 *self.caveats,
             ]

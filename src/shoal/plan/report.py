@@ -178,7 +178,7 @@ def _about_the_host(choice: ResolvedRun) -> list[str]:
     if choice.machine.host_block_ms is not None:
         return [f"{waits}. A larger train.micro_batch hides that."]
     return [
-        f"{waits}. That time differs by up to a factor of two between hosts, so that this speed is less certain than "
+        f"{waits}. That time differs by about a factor of two between hosts, so that this speed is less certain than "
         "others: shoal bench host measures it for hardware.host_block_ms. A larger train.micro_batch hides it."
     ]
 

@@ -68,7 +68,7 @@ def test_pairs_that_are_rotated_one_by_one_move_twice_what_halves_do() -> None:
     assert elementwise(pairs) - elementwise(numbers) == pytest.approx(rotated * (moved - 2 * 8) / streamed, rel=0.02)
     assert elementwise(numbers) < elementwise(halves) < elementwise(pairs)
     # Qwen's heads have halves in every system; LitGPT's are in fp32: test_litgpt.py.
-    others = [one for one in ROTARY if one != "wide halves"]
+    others = [one for one in ROTARY if one != "fp32 halves"]
     assert len({elementwise(eager("qwen2.5-0.5b", traits=replace(TORCHTUNE, rotary=one))) for one in others}) == 1
 
 

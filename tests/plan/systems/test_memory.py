@@ -388,6 +388,9 @@ def test_a_loop_that_holds_the_logits_holds_what_bitsandbytes_kept() -> None:
     assert at(run, "forward pass", term) * GIB == pytest.approx(inputs + 2 * logits + 4 * HEAD)
     # Since January 2025 these inputs are freed, and bitsandbytes 0.50 dequantizes to what the matmul reads.
     assert at(today, "forward pass", term) * GIB == pytest.approx(2 * logits + 2 * HEAD)
+    largest = 4096 * 11_008
+    for moment, copies in (("forward pass", 1), ("start of the backward pass", 2)):
+        assert at(today, moment, "gathered weights") * GIB == pytest.approx(2 * copies * largest)
     lora = tuned("litgpt", None, length=512)
     assert at(lora, "forward pass", term) * GIB == pytest.approx(2 * logits)
     assert at(run.with_(varied_lengths=True), "forward pass", term) == 0

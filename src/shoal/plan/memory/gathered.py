@@ -51,7 +51,7 @@ def gathered_for_loss(run: Run, counts: Counts, matrix: float) -> float:
     return max(live_parameters(run, counts), gathered_embedding_and_head(run, counts) + last)
 
 
-def gathered_blocks(run: Run, counts: Counts) -> float:
+def gathered_blocks(run: Run, counts: Counts, *, forward: bool = False) -> float:
     """Weights of blocks that are unsharded at a time: the current and the prefetched ones, or all of them."""
     # A quantized matrix is dequantized while it is used. Of GPTQ's layers the matmul is PyTorch's, which saves the
     # matrix for the backward pass of the block.
@@ -59,7 +59,7 @@ def gathered_blocks(run: Run, counts: Counts) -> float:
     if run.adapter is not None and run.adapter.quantize is not None:
         matrices = [one.parameters for one in linears(run.shape)]
         used = sum(matrices) if run.adapter.quantize == "gptq" else max(matrices)
-        dequantized = used / run.mesh.tp * dequantized_bytes(run)
+        dequantized = used / run.mesh.tp * dequantized_bytes(run, forward=forward)
     if not run.gathers_weights:
         return dequantized
     itemsize = block_bytes(run)
@@ -72,7 +72,7 @@ def gathered_blocks(run: Run, counts: Counts) -> float:
 def gathered_in_forward(run: Run, counts: Counts) -> float:
     """The same in the forward pass. There FSDP2 also keeps the all-gather output from which it has copied the current
     block's weights, until it copies those of the next."""
-    gathered = gathered_blocks(run, counts)
+    gathered = gathered_blocks(run, counts, forward=True)
     if not gathered or not run.sharded:
         return gathered
     itemsize = block_bytes(run)

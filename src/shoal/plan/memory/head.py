@@ -193,7 +193,7 @@ def _plain_bytes(run: Run) -> float:
         zeros = run.compute_bytes if run.traits.compiles_loss and run.traits.returns_logits and run.compiled else 0.0
         return max(run.traits.kernel_logit_bytes, both * run.compute_bytes) + zeros + label_bytes(run)
     # A head in fp32 returns logits in it.
-    if run.head_parts > 1:  # logits, log-softmax, and of one part two gradients
+    if run.splits_head:  # logits, log-softmax, and of one part two gradients
         return 8 + 8 / run.head_parts
     wide = float(run.head_bytes - run.compute_bytes)
     if run.traits.peft and run.shape.traits.post_norm and not run.in_autocast:  # transformers' encoders upcast nothing

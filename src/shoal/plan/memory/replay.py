@@ -30,7 +30,8 @@ class Steps:
         self.held: list[Block] = []
         quantized = run.adapter is not None and run.adapter.quantize is not None
         largest = max(one.parameters for one in self.matrices)
-        self.dequantized = largest * dequantized_bytes(run) if quantized else 0.0
+        ahead, back = (dequantized_bytes(run, forward=forward) for forward in (True, False))
+        self.dequantized = (largest * ahead, largest * back) if quantized else (0.0, 0.0)
         self.states = ReplayedStates(run, self.memory)
         self.targets = {one.name for one in self.states.adapted}
         self.change_length(run.length)
@@ -131,7 +132,7 @@ class Steps:
         run, take, give = self.run, self.memory.take, self.memory.give
         kept: dict[str, list[Block]] = {}
         copies: list[Block] = []
-        give(take(self.dequantized))
+        give(take(self.dequantized[0]))
         before: list[Block] = []
         for part in PARTS:
             outputs = [take(self.wide)] if self.upcast_norms and part.endswith("norm") else []
@@ -186,7 +187,7 @@ class Steps:
         take, give = memory.take, memory.give
         inner = run.tokens * run.shape.ffn / run.mesh.tp * run.layer_bytes
         reading = self.reading
-        give(take(self.dequantized))
+        give(take(self.dequantized[1]))
         # The MLP.
         above = take(inner)
         self.weights(index, reading["last"])

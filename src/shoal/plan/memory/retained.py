@@ -8,9 +8,6 @@ from shoal.plan.run.blocks import linears
 from shoal.plan.run.layout import Rank
 from shoal.plan.run.run import Run
 
-# Lightning's Fabric returns what a model has computed in fp32 (convert_output in fabric/plugins/precision).
-RETURNED_BYTES = 4
-
 
 def last_micro_batch(run: Run, rank: Rank) -> float:
     """What a loop that holds the last logits has of them at the end of the next forward pass: the inputs of quantized
@@ -22,9 +19,15 @@ def last_micro_batch(run: Run, rank: Rank) -> float:
     saved = sum(width * quantized_input_bytes(run, reads) for reads, width in inputs.items())
     kept = run.tokens * saved * rank.blocks
     vocabulary = run.shape.vocab / run.mesh.tp
-    logits = 2 * run.head_tokens * vocabulary * RETURNED_BYTES
+    logits = 2 * run.head_tokens * vocabulary * _held_bytes(run)
     matrix = vocabulary * run.shape.hidden * dequantized_bytes(run, forward=True) if has_quantized_head(run) else 0.0
     return (kept if run.recompute == "none" else 0.0) + logits + matrix
+
+
+def _held_bytes(run: Run) -> int:
+    """Bytes per logit that such a loop holds: Lightning's Fabric returns what a model has computed in fp32
+    (convert_output in fabric/plugins/precision)."""
+    return run.compute_bytes if run.traits.narrow_loss else 4
 
 
 def held_inputs(run: Run, rank: Rank) -> float:
@@ -41,7 +44,7 @@ def held_outputs(run: Run, rank: Rank) -> float:
         return 0.0
     logits = run.head_tokens * run.shape.vocab / run.mesh.tp
     if run.traits.holds_last_logits:
-        return logits * RETURNED_BYTES
+        return logits * _held_bytes(run)
     if not run.traits.holds_outputs:
         return 0.0
     logits *= returned_bytes(run)

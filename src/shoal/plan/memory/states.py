@@ -189,11 +189,13 @@ def _weights(run: Run, counts: Counts, rank: Rank) -> Term:
         scales = replicated_scales(run, rank)
         extra = trained_parameters(run, rank)
         copies = extra * run.compute_bytes if run.mixed and not run.sharded else 0.0
-        spare = run.traits.spare_embeddings * counts.embedding * run.compute_bytes if adapter.quantize else 0.0
+        replaced = (
+            2 * counts.embedding * run.compute_bytes if run.traits.replaces_embedding and adapter.quantize else 0.0
+        )
         return group(
             "weights",
             leaf("frozen", (frozen - scales) / shards),
-            leaf("embeddings that are no longer used", spare),
+            leaf("replaced embedding, gradient of the new one", replaced),
             leaf("quantization scales", scales),
             leaf("adapters", (extra - also) * run.trained_bytes / shards),
             leaf("trained base weights", also * run.trained_bytes / shards),

@@ -1,6 +1,7 @@
 """A training run as the forecast sees it: everything that memory and time depend on, and nothing else."""
 
 from dataclasses import dataclass, replace
+from math import ceil
 
 from shoal.plan.run.settings import ONE, Settings
 from shoal.plan.run.trained import FROZEN, Adapter, Trained
@@ -46,13 +47,18 @@ class Run(Settings):
     def foreach_step(self) -> bool:
         """Whether AdamW is PyTorch's foreach one."""
         foreach = self.traits.foreach_step
-        return self.optimizer == "adamw" and (foreach is True or (foreach == "eager" and not self.compiled))
+        of_torch = self.optimizer == "adamw" and not self.paged_optimizer  # that is bitsandbytes'
+        return of_torch and (foreach is True or (foreach == "eager" and not self.compiled))
 
     @property
-    def head_parts(self) -> float:
-        """How many parts of the tokens the head under an adapter is applied to, one after the other."""
-        each = self.traits.adapted_head_tokens
-        return max(1.0, self.length / each) if each and self.adapter is not None and self.loss == "plain" else 1.0
+    def splits_head(self) -> bool:
+        """Whether the head under an adapter is applied to a part of the tokens after the other."""
+        return self.traits.adapted_head_tokens > 0 and self.adapter is not None and self.loss == "plain"
+
+    @property
+    def head_parts(self) -> int:
+        """The number of these parts."""
+        return ceil(self.length / self.traits.adapted_head_tokens) if self.splits_head else 1
 
     @property
     def casts_shards(self) -> bool:

@@ -19,10 +19,8 @@ GPTQ_KERNELS = [
 # Bytes per second and multiprocessor that bitsandbytes dequantizes NF4 at, read and written: 1.9 to 2.2 TB/s on an H200
 # (benchmarks/gpu/adapters_h200/kernels.json).
 DEQUANTIZATION_RATE = 2.1e12 / 132
-
-
-# How many times as many addresses a copy by index computes as other kernels that are not vectorized: 63.6e9 elements a
-# second on an H200 (benchmarks/gpu/litgpt_h200/kernels.jsonl).
+# How many times as long `index_copy_` takes per element as other kernels that are not vectorized: it copies 63.6e9
+# elements a second on an H200 (benchmarks/gpu/litgpt_h200/kernels.jsonl).
 INDEXED = 5.2
 # Bytes per element that are read for nothing where DoRA adds a transposed matrix, by what its forward pass of a Llama's
 # block takes an H200 (benchmarks/gpu/adapters_h200/dora_blocks.json).
@@ -54,7 +52,7 @@ def adapter_seconds(run: Run, adapter: Adapter) -> tuple[float, float]:
     for one in adapted(run):
         inputs, outputs = one.local_sizes(run.mesh.tp)
         # `A x`: layers that read one tensor are computed together, so that it and its gradient are moved once.
-        shared = sum(1 for other in adapted(run) if other.reads == one.reads) if fuses else 1
+        shared = sum(1 for other in adapted(run) if other.reads == one.reads) if fuses else _joined(run, one)
         narrow = matmul_seconds(run, run.tokens, inputs, adapter.rank * shared, itemsize=computed) / shared
         thin = narrow + matmul_seconds(run, run.tokens, adapter.rank, outputs, itemsize=computed)
         around = _compiled_kernels(run, adapter, one, shared) if fuses else _eager_kernels(run, adapter, one)
@@ -80,6 +78,7 @@ def _eager_kernels(run: Run, adapter: Adapter, one: Linear) -> Seconds:
     them: the input is cast to the adapter's dtype, and by autocast back; dropout; the output is scaled, and added to a
     copy of what a 4-bit layer returned, or to that itself. Backward: their gradients, and the sum with the layer's."""
     inputs, outputs = one.local_sizes(run.mesh.tp)
+    inputs /= _joined(run, one)  # once for all of them
     read = run.read_bytes(one.reads)
     made, computed = run.layer_bytes, run.adapter_bytes
     fused = run.fuses_adapter(one.name)
@@ -118,6 +117,13 @@ def _eager_kernels(run: Run, adapter: Adapter, one: Linear) -> Seconds:
         ahead += cast(outputs, widest, made)
         back += [*cast(outputs, made, widest), *cast(outputs, widest, made)]
     return _seconds(run, ahead, back)
+
+
+def _joined(run: Run, one: Linear) -> int:
+    """How many layers have their adapter in common with this one."""
+    if not run.traits.joined_adapters or one.name not in FUSED_TOGETHER[0]:
+        return 1
+    return sum(each.name in FUSED_TOGETHER[0] for each in adapted(run))
 
 
 def _seconds(run: Run, ahead: list[Kernel], back: list[Kernel]) -> Seconds:

@@ -87,7 +87,7 @@ def block_seconds(run: Run) -> Seconds:
 
 def rotary_of(run: Run) -> str:
     """What rotary embeddings rotate."""
-    of_qwen = run.shape.model_type.startswith("qwen") and run.traits.rotary != "wide halves"
+    of_qwen = run.shape.model_type.startswith("qwen") and run.traits.rotary != "fp32 halves"
     return "halves" if of_qwen else run.traits.rotary
 
 
@@ -112,9 +112,11 @@ def loss_seconds(run: Run, logits: float) -> float:
     kernels = [Kernel(1, SOFTMAX_MOVED), Kernel(1, SOFTMAX_MOVED), Kernel(1, 4)]
     if run.head_bytes < 4:
         kernels += [Kernel(1, 6, unrolled=True)] * (2 if run.traits.widens_outputs else 1) + [Kernel(1, 6)]
-    if run.traits.splits_logits and run.head_parts == 1:
-        # Copied, joined, and written into zeros.
-        kernels += [Kernel(1, 8, unrolled=True), Kernel(1, 8), Kernel(1, 4), Kernel(1, 8, unrolled=True)]
+    if run.traits.splits_logits and not run.splits_head:
+        kernels += [Kernel(1, 8)]  # joined
+        if not run.compiled:  # pretraining has labels that are shifted already
+            kernels += [Kernel(1, 4), Kernel(1, 8, unrolled=True)]  # into zeros
+            kernels += [Kernel(1, 8, unrolled=True)] * (run.micro_batch > 1)  # of one sequence, they are a view
     if run.traits.logs_entropy and run.loss == "plain":
         # Another softmax, its exponential, their product and its sum; and the largest logit.
         kernels += [Kernel(1, SOFTMAX_MOVED), Kernel(1, 8), Kernel(1, 12), Kernel(1, 4), Kernel(1, 4)]
@@ -175,7 +177,7 @@ def _rotary(run: Run) -> tuple[list[Kernel], list[Kernel]]:
         turned = [Kernel((shape.query_width + shape.kv_width) / tp, 2 * run.layer_bytes, fused=True)]
         return copied + turned + out, turned + out
     if rotary_of(run) != "halves":
-        rotated = _wide_halves if rotary_of(run) == "wide halves" else _rotated_pairs
+        rotated = _fp32_halves if rotary_of(run) == "fp32 halves" else _rotated_pairs
         ahead, behind = rotated(run, (shape.query_width + shape.kv_width) / tp)
         return copied + ahead + out, behind + out
     # Multiplied with cosines and sines in the dtype of the residual stream under autocast.
@@ -195,15 +197,17 @@ def _rotary(run: Run) -> tuple[list[Kernel], list[Kernel]]:
     return twice + halves + joined + summed + narrowed + out, twice + halves + summed + zeros + widened + out
 
 
-def _wide_halves(run: Run, heads: float) -> tuple[list[Kernel], list[Kernel]]:
+def _fp32_halves(run: Run, heads: float) -> tuple[list[Kernel], list[Kernel]]:
     """Halves rotated in fp32, cast back and joined with channels that are not rotated, though there may be none. Then
     backward every slice and half is written into zeros of its own, and these are added up."""
-    itemsize = run.layer_bytes
-    joined, half = Kernel(heads, 2 * itemsize, unrolled=True), Kernel(heads / 2, 2 * itemsize, unrolled=True)
-    twice = [Kernel(heads, itemsize + 4, unrolled=True)] * 2
-    ahead = [half, joined, *twice, Kernel(heads, 12, unrolled=True), *cast(heads, 4, itemsize), joined]
-    behind = [*cast(heads, itemsize, 4), *[Kernel(heads, 8, unrolled=True), *cast(heads, 4, itemsize)] * 2, half]
-    behind += [Kernel(heads, itemsize)] * 4 + [half, half, joined] + [Kernel(heads, 3 * itemsize)] * 3
+    itemsize, rotated = run.layer_bytes, heads * run.shape.rotary_share
+    half, turned = (Kernel(size, 2 * itemsize, unrolled=True) for size in (rotated / 2, rotated))
+    joined = Kernel(heads, 2 * itemsize, unrolled=True)
+    twice = [Kernel(rotated, itemsize + 4, unrolled=True)] * 2
+    ahead = [half, turned, *twice, Kernel(rotated, 12, unrolled=True), *cast(rotated, 4, itemsize), joined]
+    behind = [*cast(rotated, itemsize, 4), *[Kernel(rotated, 8, unrolled=True), *cast(rotated, 4, itemsize)] * 2, half]
+    behind += [Kernel(rotated, itemsize)] * 2 + [half, half] + [Kernel(rotated, 3 * itemsize)] * 2
+    behind += [Kernel(heads, itemsize)] * 2 + [joined, Kernel(heads, 3 * itemsize)]
     # Gradients of queries, keys and values, which are one matmul.
     behind.append(Kernel(heads + run.shape.kv_width / run.mesh.tp, 2 * itemsize))
     return ahead, behind

@@ -81,25 +81,28 @@ GAP = 1.2e-6
 EAGER_ADAPTER_KERNELS, NARROW_ADAPTER_KERNELS, OWN_ADAPTER_KERNELS = 25, 14, 10
 
 
-def slower_host(run: Run) -> float:
-    """How many times as long the host takes as that of an H200, of which the other times are."""
+def relative_host_time(run: Run) -> float:
+    """How many times as long the host takes as the one beside an H200 on which the times in this file were measured."""
     if run.host_block_ms is not None:
         return run.host_block_ms / (1e3 * EAGER_BLOCK_HOST)
     return GRACE_HOST.get(run.gpu.host_link.name, 1.0)
 
 
-def host_seconds(run: Run, blocks: int) -> float:
-    """Host time to launch the kernels of a micro-batch, forward and backward."""
+def host_seconds(run: Run, blocks: int, ends: int = 2) -> float:
+    """Host time to launch the kernels of a micro-batch, forward and backward. `ends`: how many of the first and the
+    last pipeline rank this one is."""
     if run.traits.graphs_layers:
         return 0.0
-    return _launching(run, blocks) * slower_host(run)
+    has_engine = run.compiled and run.traits.fused_by_hand and run.has_engine
+    around = ends / 2 * ENGINE_MICRO_BATCH_HOST * has_engine
+    return (_launching(run, blocks) + around) * relative_host_time(run)
 
 
 def launch_gaps(run: Run, blocks: int) -> float:
     """Seconds that the device is idle between the eager kernels of a micro-batch, and where the host has waited."""
     if run.gpu.is_cpu:
         return 0.0
-    waiting = (experts_waiting(run) + int8_waiting(run)) * slower_host(run)
+    waiting = (experts_waiting(run) + int8_waiting(run)) * relative_host_time(run)
     if run.compiled:
         return waiting * blocks
     kernels = block_operations(run)
@@ -117,13 +120,11 @@ def _launching(run: Run, blocks: int) -> float:
     """Host time to launch the kernels of a micro-batch, both passes, on a host with an x86 CPU."""
     if run.compiled and not run.traits.liger_kernels:
         block = GRAPH_BLOCK_HOST if run.traits.compiles_loss else COMPILED_BLOCK_HOST
-        around = 0.0
         if _is_fused_by_hand(run):
-            block = ENGINE_BLOCK_HOST + ENGINE_FP8_HOST * (run.precision == "fp8")
-            around = ENGINE_MICRO_BATCH_HOST
+            block = ENGINE_BLOCK_HOST + ENGINE_FP8_HOST * (run.precision == "fp8" and run.has_engine)
         # Kernels that are fused by hand are launched one by one, also those of a recomputed forward pass.
         again = FORWARD_HOST * block * run.repeated_share if run.traits.fused_by_hand else 0.0
-        return (block + again + experts_host(run) + zero_hooks(run) + _unit_hooks(run)) * blocks + around
+        return (block + again + experts_host(run) + zero_hooks(run) + _unit_hooks(run)) * blocks
     block = EAGER_BLOCK_HOST
     if not run.compiled:
         block *= _relative_operations(run)
@@ -191,7 +192,7 @@ def step_host_seconds(run: Run, blocks: int, device: float) -> float:
     """Host time of an optimizer step that the device, which needs `device` seconds for it, waits for."""
     if run.gpu.is_cpu:
         return 0.0
-    slower = slower_host(run)
+    slower = relative_host_time(run)
     if not (run.traits.waits_for_loss or _reads_overflow(run)):
         return zero_step(run, blocks) * slower
     if run.adapter is not None:

@@ -223,7 +223,7 @@ def _own(system: str, traits: SystemTraits, date: Month, gpu: Gpu) -> dict[str, 
 def litgpt_of(date: Month) -> dict[str, Any]:
     return {
         "wide_norms": date >= LITGPT_WIDE_NORMS,
-        "spare_embeddings": 2 if date >= LITGPT_EMBEDDING else 0,
+        "replaces_embedding": date >= LITGPT_EMBEDDING,
         "quantized_keep_inputs": date < LITGPT_FREED_INPUTS,
         "dequantizes_in_half": "backward" if date >= DEQUANTIZED_IN_MATMULS else True,
     }

@@ -55,13 +55,13 @@ KEMPNERFORGE = SystemTraits(repeats_keys=True, logit_bytes=18.0)
 LITGPT = SystemTraits(
     fused_qkv=True,
     repeats_keys=True,  # CausalSelfAttention in litgpt/model.py
-    rotary="wide halves",  # apply_rope in litgpt/model.py, with the cache that fine-tuning makes for its length
+    rotary="fp32 halves",  # apply_rope in litgpt/model.py, with the cache that fine-tuning makes for its length
     wide_norms=True,  # RMSNorm in litgpt/model.py
     holds_last_logits=True,  # fit in litgpt/finetune/lora.py
     splits_logits=True,  # chunked_cross_entropy in litgpt/utils.py
     adapted_head_tokens=128,  # lm_head_chunk_size in litgpt/finetune/lora.py
     joined_adapters=True,  # LoRAQKVLinear in litgpt/lora.py
-    spare_embeddings=2,  # main in litgpt/finetune/lora.py; as many blocks of that size were there on an H200
+    replaces_embedding=True,  # main in litgpt/finetune/lora.py
     waits_for_loss=True,  # running_loss and token_counts of every micro-batch in litgpt/finetune/lora.py
     foreach_step="eager",  # only litgpt/pretrain.py asks for a fused one
     quantizes_head=True,

@@ -155,9 +155,9 @@ class SystemTraits:
     # Adapters of queries, keys and values are one, whose second matmul is a convolution over transposed tensors; where
     # not all three have one, its output is copied by index into zeros (LoRAQKVLinear in litgpt/lora.py).
     joined_adapters: bool = False
-    # Embeddings that are no longer used stay on the device with quantized layers: what bitsandbytes' StableEmbedding
-    # was made in place of (main in litgpt/finetune/lora.py).
-    spare_embeddings: int = 0
+    # With quantized layers, bitsandbytes' StableEmbedding takes the place of the embedding: the old one stays on the
+    # device, and so does a gradient of the new one, which no optimizer zeroes (main in litgpt/finetune/lora.py).
+    replaces_embedding: bool = False
     # The experts of a mixture are one tensor, which grouped matmuls compute; or they are modules that run one after the
     # other, whose linear layers are quantized too and have adapters of their own; or slices of one tensor that do.
     experts: Literal["grouped", "modules", "slices"] = "grouped"
@@ -216,7 +216,7 @@ class SystemTraits:
     # (apply_rotary_emb in torchtitan/models/llama3/model.py). All of them rotate the halves of Qwen's heads. `wide
     # halves`: halves, in fp32, as which cosines and sines are kept, and joined with the channels that are not rotated
     # (apply_rope in litgpt/model.py).
-    rotary: Literal["halves", "wide halves", "pairs", "complex"] = "halves"
+    rotary: Literal["halves", "fp32 halves", "pairs", "complex"] = "halves"
     # These adapters are in the dtype of the frozen weights after all: PEFT before 0.12, and where a script casts them.
     # `quantized`: in 16 bits, with their optimizer state, if the weights are quantized, as TRL's SFTTrainer casts them.
     # `unquantized`: in the dtype of the weights if these are in 16 bits.
