@@ -15,6 +15,7 @@ from shoal.plan.memory.forecast import forecast_memory
 from shoal.plan.memory.head import head
 from shoal.plan.run.run import FROZEN, Adapter, Run
 from shoal.plan.speed.compute import block_compute, head_seconds
+from shoal.plan.speed.host import host_seconds
 from shoal.plan.speed.launched import block_operations
 from shoal.plan.systems.earlier import as_of
 from shoal.plan.systems.modelled import SYSTEMS
@@ -57,7 +58,7 @@ def test_memory_and_speed_are_what_was_measured(monkeypatch: pytest.MonkeyPatch)
         assert memory.reserved / GIB == pytest.approx(line["memory"][0], rel=0.085), row.label
     errors = [abs(one.error) for one in published.compare(rows) if one.what == "speed"]
     assert statistics.median(errors) < 0.1
-    assert max(errors) < 0.27
+    assert max(errors) < 0.18
 
 
 def test_halves_rotated_in_fp32_are_as_many_operations_as_counted() -> None:
@@ -141,6 +142,16 @@ def test_logits_of_several_sequences_are_copied_without_the_last_token_of_each()
     assert head_seconds(four).both > head_seconds(one).both
     # Labels of pretraining, whose model is compiled, are shifted before.
     assert head_seconds(four.with_(compiled=True)).both < head_seconds(one).both
+
+
+def test_layers_whose_dequantized_matrix_is_cast_take_the_host_longer() -> None:
+    nf4 = tuned(adapter=Adapter(8, QV, "nf4"))
+    uncast = nf4.with_(traits=replace(LITGPT, dequantizes_in_half=False))
+    layers = 5  # queries, keys and values are one
+    assert host_seconds(nf4, 1) - host_seconds(uncast, 1) == pytest.approx(layers * (0.41e-3 - 0.11e-3))
+    # In fp16 there is nothing to cast.
+    half = nf4.with_(gpu=GPUS["t4"])
+    assert host_seconds(half, 1) == host_seconds(half.with_(traits=uncast.traits), 1)
 
 
 def test_the_paged_adamw_of_bitsandbytes_is_no_foreach_one() -> None:

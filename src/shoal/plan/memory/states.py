@@ -272,8 +272,7 @@ def dequantized_bytes(run: Run, *, forward: bool = False) -> int:
     place."""
     if run.in_int8:
         return run.read_bytes("norm")
-    half = run.traits.dequantizes_in_half
-    twice = run.precision != "16-mixed" and (half is True or (half == "backward" and not forward))
+    twice = run.casts_dequantized is True or (run.casts_dequantized == "backward" and not forward)
     return run.compute_bytes * (2 if twice else 1)
 
 

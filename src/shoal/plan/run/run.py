@@ -61,6 +61,11 @@ class Run(Settings):
         return ceil(self.length / self.traits.adapted_head_tokens) if self.splits_head else 1
 
     @property
+    def casts_dequantized(self) -> bool | str:
+        """Whether matrices are dequantized to fp16 and cast to bf16: in both passes, or only `backward`."""
+        return self.traits.dequantizes_in_half if self.compute_bytes == 2 and not self.is_half else False
+
+    @property
     def casts_shards(self) -> bool:
         """Whether FSDP casts trained weights as it gathers them (its mixed precision, also around autocast), so that
         blocks see them in the compute dtype only, and so does what an embedding returns."""

@@ -39,9 +39,8 @@ def dequantization_seconds(run: Run, adapter: Adapter, elements: float) -> tuple
         each = moved / len(linears(run.shape, joined=run.traits.fused_qkv))
         limit = DEQUANTIZATION_RATE * MULTIPROCESSORS[run.gpu.name]
         rate = min(cached_rate(run.gpu, each, rate), limit)
-    half = run.traits.dequantizes_in_half if run.compute_bytes == 2 and not run.is_half else False
-    cast_again = kernel_seconds(run, [Kernel(1, 4, unrolled=True)], elements) if half else 0.0
-    return moved / rate + (cast_again if half is True else 0.0), moved / rate + cast_again
+    again = kernel_seconds(run, [Kernel(1, 4, unrolled=True)], elements) if run.casts_dequantized else 0.0
+    return moved / rate + again * (run.casts_dequantized is True), moved / rate + again
 
 
 def adapter_seconds(run: Run, adapter: Adapter) -> tuple[float, float]:

@@ -135,7 +135,7 @@ def _launching(run: Run, blocks: int) -> float:
         if run.in_int8:
             block += int8_host(run)
         elif run.adapter.quantize is not None:
-            bare = run.adapter.quantize != "gptq" and run.layer_bytes == run.compute_bytes
+            bare = run.adapter.quantize != "gptq" and run.layer_bytes == run.compute_bytes and not run.casts_dequantized
             each = DEQUANTIZED_HOST if bare else QUANTIZED_HOST
             block += each * sum(times_run(run, one) for one in quantizable(run))
     if run.casts_weights:
