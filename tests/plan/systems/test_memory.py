@@ -14,6 +14,7 @@ from shoal.config.mesh import Mesh
 from shoal.plan.memory.forecast import forecast_memory
 from shoal.plan.memory.head import head
 from shoal.plan.memory.transient import left_by_forward
+from shoal.plan.run.blocks import linears
 from shoal.plan.run.run import FROZEN, Adapter, Run
 from shoal.plan.systems.earlier import as_of, litgpt_of
 from shoal.plan.systems.modelled import SYSTEMS
@@ -395,6 +396,21 @@ def test_a_loop_that_holds_the_logits_holds_what_bitsandbytes_kept() -> None:
     assert at(lora, "forward pass", term) * GIB == pytest.approx(2 * logits)
     assert at(run.with_(varied_lengths=True), "forward pass", term) == 0
     assert at(tuned("huggingface", length=512), "forward pass", term) == 0
+
+
+def test_autocasts_copies_of_checkpointed_blocks_are_gone_when_the_loss_has_its_gradients() -> None:
+    settings = {"precision": "bf16-mixed", "compiled": False, "loss": "plain", "traits": SYSTEMS["huggingface"]}
+    run = make_run("llama3.2-1b", "h200", length=1024, micro_batch=8, **settings)
+    checkpointed = run.with_(recompute="full")
+    blocks = 16 * sum(one.parameters for one in linears(run.shape)) * 2
+    logits = run.tokens * run.shape.vocab
+    copies = [at(one, "loss", "compute copies") * GIB for one in (run, checkpointed)]
+    assert copies[0] - copies[1] == pytest.approx(blocks, rel=0.01)
+    assert at(checkpointed, "loss", "logits and loss") * GIB == 12 * logits
+    # With few tokens they are more than the loss's last tensor, so that the peak is in the forward pass.
+    few = checkpointed.with_(micro_batch=1, length=256)
+    assert at(few, "loss", "compute copies") * GIB == pytest.approx(copies[0])
+    assert at(few, "loss", "logits and loss") * GIB == 10 * few.tokens * few.shape.vocab
 
 
 def test_accelerate_upcasts_the_shards_of_trained_weights() -> None:

@@ -119,6 +119,17 @@ def head(run: Run) -> Head:
     return Head(peak if peak.amount >= late.amount else late, group("head", gradient), group("head"))
 
 
+def loss_in_forward(run: Run) -> Term:
+    """What of a plain loss's peak is there in the forward pass already: of three tensors in fp32, two and the logits in
+    the compute dtype, unless the model copies them."""
+    peak = head(run).peak
+    copies = run.traits.shifts_logits or run.traits.logit_bytes != LOSS_BYTES or is_fused_loss(run)
+    less = 0 if copies else 4 - run.compute_bytes
+    unneeded = less * run.head_tokens * logit_columns(run)
+    parts = [leaf(one.name, one.amount - unneeded * (one.name == "logits and loss")) for one in peak.parts]
+    return group("head", *parts)
+
+
 def fused_rows(run: Run) -> float:
     """Tokens whose logits a fused loss computes at a time."""
     rows, tokens = run.traits.fused_rows, run.head_tokens

@@ -21,7 +21,7 @@ from shoal.plan.memory.gathered import (
     gathered_in_forward,
     live_parameters,
 )
-from shoal.plan.memory.head import head
+from shoal.plan.memory.head import head, loss_in_forward
 from shoal.plan.memory.retained import (
     added_gradients,
     cached_keys,
@@ -125,8 +125,16 @@ class _Step:
         returned = found.peak.amount + last.amount >= found.matmuls.amount
         around = (last, found.peak) if returned else (found.matmuls,)
         bucket = self.bucket_before if run.traits.late_bucket else self.bucket
-        others = self.held.unreduced, self.kept, cache, *around, self.added_before, bucket
-        return self._moment("loss", gathered, 0.0, self.before, *others)
+        others = self.held.unreduced, self.kept, cache, self.added_before, bucket
+        whole = self._moment("loss", gathered, 0.0, self.before, *around, *others)
+        if not (run.casts_weights and run.repeats_forward and run.adapter is None and run.loss == "plain"):
+            return whole
+        # The gradients of the loss come when autocast's context has ended, and with it the copies of the weights of
+        # checkpointed blocks, which nothing else holds; and before that, the loss is smaller.
+        ahead = self._moment("loss", gathered, 0.0, self.before, last, loss_in_forward(run), *others)
+        checkpointed = self.counts.blocks * run.repeated_share / self.counts.all
+        back = self._moment("loss", gathered, 0.0, self.before, *around, *others, cast=1 - checkpointed)
+        return max(ahead, back, key=lambda moment: moment.tree.amount)
 
     def start_of_backward(self) -> Moment:
         run, counts = self.run, self.counts
