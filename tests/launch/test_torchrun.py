@@ -74,5 +74,6 @@ def test_the_real_torchrun_says_it_once_and_shows_it_as_the_cause(tmp_path: Path
     sentence = SENTENCE.format(tmp_path)
     assert ended.status == 1  # torchrun's own: it passes on no other
     assert ended.err.count(f"shoal: {sentence}\n") == 1
-    assert ended.err.count("failed (exitcode: 2)") == 4
+    # Once per try. Of both ranks, on a busy machine, the agent may stop one before it has ended with this status.
+    assert 3 <= ended.err.count("failed (exitcode: 2)") <= 4
     assert f"traceback : {sentence}" in ended.err.partition("Root Cause")[2]

@@ -202,7 +202,8 @@ def _report_restarts(shared: Path, max_restarts: int, warn: Callable[[str], None
 
     def look() -> None:
         told = 0
-        while not over.wait(0.5):
+        # Soon enough that a restart is recorded before the ranks that were started again record their start.
+        while not over.wait(0.1):
             if _attempts(shared) > told + 1:
                 told = _attempts(shared) - 1
                 hung = sorted(shared.glob(f"{HUNG}-{told - 1:03d}-*"))
