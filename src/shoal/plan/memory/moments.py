@@ -125,15 +125,15 @@ class _Step:
         returned = found.peak.amount + last.amount >= found.matmuls.amount
         around = (last, found.peak) if returned else (found.matmuls,)
         bucket = self.bucket_before if run.traits.late_bucket else self.bucket
-        others = self.held.unreduced, self.kept, cache, self.added_before, bucket
-        whole = self._moment("loss", gathered, 0.0, self.before, *around, *others)
+        before, after = (self.held.unreduced, self.kept, cache), (self.added_before, bucket)
+        whole = self._moment("loss", gathered, 0.0, self.before, *before, *around, *after)
         if not (run.casts_weights and run.repeats_forward and run.adapter is None and run.loss == "plain"):
             return whole
         # The gradients of the loss come when autocast's context has ended, and with it the copies of the weights of
         # checkpointed blocks, which nothing else holds; and before that, the loss is smaller.
-        ahead = self._moment("loss", gathered, 0.0, self.before, last, loss_in_forward(run), *others)
+        ahead = self._moment("loss", gathered, 0.0, self.before, *before, last, loss_in_forward(run), *after)
         checkpointed = self.counts.blocks * run.repeated_share / self.counts.all
-        back = self._moment("loss", gathered, 0.0, self.before, *around, *others, cast=1 - checkpointed)
+        back = self._moment("loss", gathered, 0.0, self.before, *before, *around, *after, cast=1 - checkpointed)
         return max(ahead, back, key=lambda moment: moment.tree.amount)
 
     def start_of_backward(self) -> Moment:
