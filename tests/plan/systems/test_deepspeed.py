@@ -3,17 +3,15 @@
 import json
 import statistics
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 
 from shoal.plan.memory.forecast import forecast_memory
 from shoal.plan.run.run import Run
 from shoal.plan.speed import zero_host
-from shoal.plan.terms import GIB
 from tests.plan.planning import plan
+from tests.plan.systems.measured import BENCHMARKS, errors_of
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 MEASURED = BENCHMARKS / "gpu" / "deepspeed_h200"
 SMALL = ("model.shape=llama3.2-1b", "hardware.gpu=h200", "data.max_length=256", "data.pack=true")
 
@@ -30,22 +28,13 @@ def seconds(system: str, *settings: str) -> float:
 
 def test_memory_and_steps_are_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixteen runs drawn at random: benchmarks/gpu/drawn_deepspeed.py."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import plan_published as published
-
-    lines = [json.loads(line) for line in (MEASURED / "drawn.jsonl").read_text().splitlines()]
-    rows = published.read_measured(MEASURED / "drawn.jsonl")
-    assert len(rows) == 16
-    for row, line in zip(rows, lines, strict=True):
-        assert row.run is not None, row.unsaid
-        memory = forecast_memory(row.run)
-        assert memory.allocated / GIB == pytest.approx(line["allocated_gib"], rel=0.015), row.label
-        assert memory.reserved / GIB == pytest.approx(line["memory"][0], rel=0.075), row.label
-    speeds = {one.row.label: one.error for one in published.compare(rows) if one.what == "speed"}
-    assert len(speeds) == 16
+    found = errors_of("deepspeed_h200", monkeypatch)
+    assert len(found) == 16
+    assert [one.label for one in found if one.allocated > 0.015 or one.reserved > 0.075] == []
+    speeds = [one.speed for one in found]
     # The host of that machine took longer than the one of which other host times are: see below.
-    assert statistics.median(map(abs, speeds.values())) < 0.2
-    assert max(map(abs, speeds.values())) < 0.45
+    assert statistics.median(speeds) < 0.2
+    assert max(speeds) < 0.45
 
 
 def test_host_times_are_those_measured_for_its_releases() -> None:
