@@ -228,13 +228,21 @@ def test_a_skipped_step_changes_nothing_and_does_not_synchronize(optimizer):
     assert not any(value.any() for value in made.state().values())
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("queries", [1, 64, 100])
-def test_queries_of_the_last_tokens_attend_to_all_earlier_keys(queries):
-    """The mask of context parallelism for flash attention equals the one on a CPU."""
+def test_queries_of_the_last_tokens_attend_to_all_earlier_keys(queries, dtype, compiles):
+    """The kernels of context parallelism equal the mask that it has on a CPU, also in compiled blocks."""
     generator = torch.Generator().manual_seed(0)
     query, keys, values = (
         torch.randn(2, heads, length, 64, generator=generator) for heads, length in ((8, queries), (4, 256), (4, 256))
     )
-    wanted = attend_before(query, keys, values, None, 0.0)
-    found = attend_before(query.cuda().bfloat16(), keys.cuda().bfloat16(), values.cuda().bfloat16(), None, 0.0)
+    inputs = [one.requires_grad_() for one in (query, keys, values)]
+    on_gpu = [one.detach().cuda().to(dtype).requires_grad_() for one in inputs]
+    wanted = attend_before(*inputs, None, 0.0)
+    found = (torch.compile(attend_before) if compiles else attend_before)(*on_gpu, None, 0.0)
     torch.testing.assert_close(found.float().cpu(), wanted, rtol=0.02, atol=0.02)
+    for theirs, ours in zip(
+        torch.autograd.grad(wanted.sum(), inputs), torch.autograd.grad(found.sum(), on_gpu), strict=True
+    ):
+        torch.testing.assert_close(ours.float().cpu(), theirs, rtol=0.03, atol=0.03)

@@ -12,6 +12,8 @@ from torch import Tensor
 from shoal.catalogue.attention import Heads
 
 HEADS, SEQUENCE = 1, 2  # of queries, keys and values
+# The memory-efficient kernel's name for it (CausalFromBottomRight in PyTorch).
+CAUSAL_FROM_END = 2
 # Queries per band of a sliding window: enough for a kernel to be busy, and not so many bands that each costs time.
 SHORTEST_BAND, MOST_BANDS = 512, 16
 
@@ -63,9 +65,33 @@ def attend_in_window(
 ) -> Tensor:
     """Causal attention to the last `window` tokens, of which the query's own is one."""
     if _runs("flash_window", query, value):
-        return _flash_in_window(query, key, value, window, scale, dropout)
+        return _flash(query, key, value, scale, dropout, window)
     times = query.shape[HEADS] // key.shape[HEADS]
     return _attend_in_bands(query, repeat_heads(key, times), repeat_heads(value, times), window, scale, dropout)
+
+
+def attend_from_end(query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float) -> Tensor:
+    """Causal attention of queries that belong to the last tokens of `key`, on a GPU. SDPA's `is_causal` takes them for
+    the first ones, these kernels for the last. SDPA has a mask for it (`causal_lower_right`), which is a subclass of
+    tensors: the compiler of torch 2.11 fails with it."""
+    if _runs("flash_window", query, value):
+        return _flash(query, key, value, scale, dropout)
+    times = query.shape[HEADS] // key.shape[HEADS]
+    found: Tensor = torch.ops.aten._efficient_attention_forward(
+        query.transpose(HEADS, SEQUENCE),
+        repeat_heads(key, times).transpose(HEADS, SEQUENCE),
+        repeat_heads(value, times).transpose(HEADS, SEQUENCE),
+        None,
+        None,
+        None,
+        None,
+        None,
+        dropout,
+        CAUSAL_FROM_END,
+        compute_log_sumexp=True,
+        scale=scale,
+    )[0]
+    return found.transpose(HEADS, SEQUENCE)
 
 
 def repeat_heads(one: Tensor, times: int) -> Tensor:
@@ -91,10 +117,11 @@ def _runs(kernel: str, query: Tensor, value: Tensor) -> bool:
     return bool(runs(kernel, query.device.type, query.element_size(), query.shape[-1], value.shape[-1]))
 
 
-def _flash_in_window(
-    query: Tensor, key: Tensor, value: Tensor, window: int, scale: float | None, dropout: float
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float, window: int | None = None
 ) -> Tensor:
     """Flash attention, which supports fewer heads of keys. Its window has no length, but a reach to either side."""
+    reach = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
     found: Tensor = torch.ops.aten._flash_attention_forward(
         query.transpose(HEADS, SEQUENCE),
         key.transpose(HEADS, SEQUENCE),
@@ -107,8 +134,7 @@ def _flash_in_window(
         True,
         False,
         scale=scale,
-        window_size_left=window - 1,
-        window_size_right=0,
+        **reach,
     )[0]
     return found.transpose(HEADS, SEQUENCE)
 

@@ -18,7 +18,7 @@ from shoal.catalogue.families import find_plan
 from shoal.config.mesh import Mesh
 from shoal.data.loader import MicroBatch
 from shoal.models.attention import MASKLESS, document_mask, window_within
-from shoal.models.attention_kernels import HEADS, SEQUENCE, must_repeat_keys, repeat_heads
+from shoal.models.attention_kernels import HEADS, SEQUENCE, attend_from_end, must_repeat_keys, repeat_heads
 from shoal.parallel.collectives import all_gather, all_to_all
 from shoal.parallel.micro_batches import Prepare
 from shoal.plan.check import check_ulysses, check_window
@@ -146,12 +146,8 @@ def attend_before(query: Tensor, keys: Tensor, values: Tensor, scaling: float | 
     queries, length = query.shape[SEQUENCE], keys.shape[SEQUENCE]
     if queries == length:
         return attend(query, keys, values, None, scaling, dropout)
-    if query.is_cuda:  # a mask that flash attention applies without materializing it
-        from torch.nn.attention.bias import (
-            causal_lower_right,
-        )  # imports the compiler, which most runs on a CPU never do
-
-        return attend(query, keys, values, causal_lower_right(queries, length), scaling, dropout)
+    if query.is_cuda:
+        return attend_from_end(query, keys, values, scaling, dropout)
     mask = torch.ones(queries, length, dtype=torch.bool, device=query.device).tril(length - queries)
     return attend(query, keys, values, mask, scaling, dropout)
 
@@ -159,8 +155,7 @@ def attend_before(query: Tensor, keys: Tensor, values: Tensor, scaling: float | 
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None, dropout: float
 ) -> Tensor:
-    # `causal_lower_right` is a mask that kernels do not read.
-    if must_repeat_keys(query, keys, values, masked=type(mask) is Tensor):
+    if must_repeat_keys(query, keys, values, masked=mask is not None):
         times = query.shape[HEADS] // keys.shape[HEADS]
         keys, values = repeat_heads(keys, times), repeat_heads(values, times)
     return F.scaled_dot_product_attention(
