@@ -76,7 +76,8 @@ for _module in (
     "transformers.models.auto.tokenization_auto",
     "typer._click.decorators",
 ):
-    importlib.import_module(_module)
+    if find_spec(_module) is not None:  # torch 2.11 does not have all of them
+        importlib.import_module(_module)
 for _block in Block.__subclasses__():
     _block.model_rebuild()
 with torch.device("meta"):

@@ -70,17 +70,21 @@ def attend_in_window(
     return _attend_in_bands(query, repeat_heads(key, times), repeat_heads(value, times), window, scale, dropout)
 
 
+def attends_from_end(query: Tensor, value: Tensor) -> bool:
+    """Whether `attend_from_end` runs: the compiler of torch 2.11 fails with the backward pass of its second kernel."""
+    return _runs("flash_window", query, value) or (query.is_cuda and not torch.compiler.is_compiling())
+
+
 def attend_from_end(query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float) -> Tensor:
-    """Causal attention of queries that belong to the last tokens of `key`, on a GPU. SDPA's `is_causal` takes them for
-    the first ones, these kernels for the last. SDPA has a mask for it (`causal_lower_right`), which is a subclass of
-    tensors: the compiler of torch 2.11 fails with it."""
+    """Causal attention of queries that belong to the last tokens of `key`. SDPA's `is_causal` takes them for the first
+    ones, its kernels for the last. It has a mask for that too (`causal_lower_right`), which is a subclass of tensors,
+    with which that compiler fails as well."""
     if _runs("flash_window", query, value):
         return _flash(query, key, value, scale, dropout)
     times = query.shape[HEADS] // key.shape[HEADS]
+    key, value = repeat_heads(key, times), repeat_heads(value, times)
     found: Tensor = torch.ops.aten._efficient_attention_forward(
-        query.transpose(HEADS, SEQUENCE),
-        repeat_heads(key, times).transpose(HEADS, SEQUENCE),
-        repeat_heads(value, times).transpose(HEADS, SEQUENCE),
+        *(one.transpose(HEADS, SEQUENCE) for one in (query, key, value)),
         None,
         None,
         None,

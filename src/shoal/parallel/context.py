@@ -18,7 +18,14 @@ from shoal.catalogue.families import find_plan
 from shoal.config.mesh import Mesh
 from shoal.data.loader import MicroBatch
 from shoal.models.attention import MASKLESS, document_mask, window_within
-from shoal.models.attention_kernels import HEADS, SEQUENCE, attend_from_end, must_repeat_keys, repeat_heads
+from shoal.models.attention_kernels import (
+    HEADS,
+    SEQUENCE,
+    attend_from_end,
+    attends_from_end,
+    must_repeat_keys,
+    repeat_heads,
+)
 from shoal.parallel.collectives import all_gather, all_to_all
 from shoal.parallel.micro_batches import Prepare
 from shoal.plan.check import check_ulysses, check_window
@@ -146,7 +153,7 @@ def attend_before(query: Tensor, keys: Tensor, values: Tensor, scaling: float | 
     queries, length = query.shape[SEQUENCE], keys.shape[SEQUENCE]
     if queries == length:
         return attend(query, keys, values, None, scaling, dropout)
-    if query.is_cuda:
+    if attends_from_end(query, values):
         return attend_from_end(query, keys, values, scaling, dropout)
     mask = torch.ones(queries, length, dtype=torch.bool, device=query.device).tril(length - queries)
     return attend(query, keys, values, mask, scaling, dropout)
