@@ -36,6 +36,8 @@ SAVED = {
     if hasattr(namespace, name)
 }
 SAVED.add(torch.ops.higher_order.flex_attention)
+# An input that is so many times narrower than others of the block is that of an adapter's second factor.
+NARROW_INPUT = 8
 # Matmul operators, and the position of the first matrix among their arguments.
 MATMULS = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1, torch.ops.aten._scaled_mm.default: 0}
 
@@ -111,19 +113,24 @@ def _selective_contexts() -> Any:
     """Save the outputs of attention and of matmuls, but only every second one of the matmuls that widen their input.
 
     A saved byte avoids as many FLOPs as the matmul's input is wide, which is about the same for all matmuls of a block;
-    the widening ones have the largest outputs. The count restarts for each call of a block.
+    the widening ones have the largest outputs. It is far less for the second factor of an adapter, whose output is not
+    saved. The count restarts for each call of a block.
     """
-    widening = {False: 0, True: 0}  # the recomputation runs the same operators in the same order
+    # The recomputation runs the same operators in the same order.
+    widening, widest = {False: 0, True: 0}, {False: 0, True: 0}
 
     def policy(context: Any, operation: Any, *arguments: Any, **_: Any) -> CheckpointPolicy:
         if operation in SAVED:
             return CheckpointPolicy.MUST_SAVE
         if (first := MATMULS.get(operation)) is None:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        left, right = arguments[first : first + 2]
+        again, (left, right) = context.is_recompute, arguments[first : first + 2]
+        widest[again] = max(widest[again], left.shape[1])
+        if NARROW_INPUT * left.shape[1] < widest[again]:
+            return CheckpointPolicy.PREFER_RECOMPUTE
         if right.shape[1] > left.shape[1]:
-            widening[context.is_recompute] += 1
-            if widening[context.is_recompute] % 2:
+            widening[again] += 1
+            if widening[again] % 2:
                 return CheckpointPolicy.PREFER_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE
 

@@ -1,6 +1,7 @@
 """What a block saves with activation checkpointing of some of its operations."""
 
 from shoal.plan.memory.activations import block_input, block_kept
+from shoal.plan.memory.states import adapted
 from shoal.plan.run.blocks import Linear, linears
 from shoal.plan.run.run import Run
 from shoal.plan.terms import Term, group, leaf
@@ -48,6 +49,8 @@ def block_selected(run: Run) -> Term:
             if index < len(matrices) - 1 and not (matrices[index].row and (parallel_mlp or run.mesh.tp > 1))
         ]
     matmuls = sum(run.tokens * matrices[index].local_sizes(run.mesh.tp)[1] for index in kept)
+    # The narrow outputs of adapters' first factors; the second ones are recomputed.
+    adapters = 0.0 if run.adapter is None else run.tokens * run.adapter.rank * len(adapted(run))
     attention = part * (shape.query_width * itemsize + 4 * shape.heads)
     # Outputs of collectives are saved too: both all-gathered inputs, and both reduce-scattered outputs.
     collectives = 0.0
@@ -59,6 +62,7 @@ def block_selected(run: Run) -> Term:
         "block",
         leaf("input", block_input(run)),
         leaf("matmul outputs", matmuls * itemsize),
+        leaf("adapter outputs", adapters * itemsize),
         leaf("attention output", attention),
         leaf("collective outputs", collectives),
     )
