@@ -80,7 +80,8 @@ class _Step:
         self.bucket_before = self.bucket if accumulates else NONE
         # Gradients accumulated so far. They are freed after a step, so the first micro-batch starts without any; but
         # DDP keeps its buckets, and Megatron its buffer on one device too. DeepSpeed's are no views of buckets.
-        views = run.data_parallelism.ddp and not (run.traits.hooks_gradients and run.data_parallelism.shards_optimizer)
+        replicated = run.data_parallelism.ddp and run.replicas > 1
+        views = replicated and not (run.traits.hooks_gradients and run.data_parallelism.shards_optimizer)
         self.accumulating = run.grad_accum_steps > 1 or views or run.buffers_gradients
         self.before = self.held.gradients if self.accumulating else NONE
         if run.sharded and (run.mesh.pp > 1 or run.accumulates_unsharded):
@@ -165,12 +166,10 @@ class _Step:
         )
 
     def backward_of_first_block(self) -> Moment:
-        run = self.run
-        # The embedding's gradient, unless it is the head's, does not exist yet.
-        gradients = self.gradients
-        if not self.accumulating and not run.sharded and not run.shape.tied:
-            embedding = self.counts.embedding * run.trained.embedding * (run.gradient_bytes or run.weight_bytes)
-            gradients = leaf("gradients", max(0.0, gradients.amount - embedding))
+        run, gradients = self.run, self.gradients
+        if not self.accumulating:
+            missing = self._without_gradient_yet() * (run.gradient_bytes or run.weight_bytes)
+            gradients = leaf("gradients", max(0.0, gradients.amount - missing))
         return self._moment(
             "backward of the first block",
             self.around + self.blocks,
@@ -186,6 +185,18 @@ class _Step:
             self.tied,
             cast=1 / self.rank.blocks,
         )
+
+    def _without_gradient_yet(self) -> float:
+        """Parameters on this rank whose gradient comes after those of all blocks: the embedding's, unless it is the
+        head's too; and, where both are one FSDP unit, the head's, which waits for it unsharded."""
+        run = self.run
+        embedding = self.counts.embedding * run.trained.embedding
+        if not run.sharded:
+            return 0.0 if run.shape.tied else embedding
+        if run.mesh.pp > 1 or run.accumulates_unsharded:
+            return 0.0
+        head = self.matrix * run.trained.head if self.waiting and not run.shape.tied else 0.0
+        return (embedding + head) / run.shards
 
     def embedding_gradient(self) -> Moment:
         """It comes last, after its weight was freed; with the head's, if they are one FSDP unit."""
