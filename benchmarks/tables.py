@@ -102,7 +102,7 @@ TABLES: dict[str, Callable[[], Iterator[str]] | tuple[str, Rows]] = {
         f"model.shape=llama3.1-8b {H100} parallel.strategy=fsdp train.recompute=full train.global_batch=8 "
         "train.micro_batch=1",
         {
-            f"{length:,} tokens, `{setting}`": f"data.max_length={length} {setting}"
+            f"{length:,} tokens, `{setting}`": f"data.max_length={length} {setting} parallel.cp_method=ulysses"
             for length in (32_768, 65_536, 131_072)
             for setting in ("parallel.cp=1", "parallel.cp=2", "parallel.cp=8")
         },

@@ -53,7 +53,7 @@ LEAVES = (
         "cp: 8",
         "Llama-3-8B, 262,144 tokens, 8 H100",
         f"model.shape=llama3-8b {H100} data.max_length=262144 train.recompute=full parallel.strategy=fsdp "
-        "parallel.cp=8",
+        "parallel.cp=8 parallel.cp_method=ulysses",
     ),
     Leaf(
         ("Are there fewer sequences in a",

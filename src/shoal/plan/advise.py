@@ -130,7 +130,9 @@ def _strategies(question: Question) -> Iterator[dict[str, Any]]:
         if degrees and machine.nodes > 1 and degrees[-1] * pipeline <= world:
             yield {**plain, "parallel.strategy": "fsdp", "parallel.tp": degrees[-1], "parallel.pp": pipeline}
     if config.data.max_length >= LONG:
-        yield {**plain, "parallel.strategy": "fsdp", "parallel.cp": min(8, machine.devices)}
+        ranks = min(8, machine.devices)
+        method = "gather" if shape.heads % ranks else "ulysses"
+        yield {**plain, "parallel.strategy": "fsdp", "parallel.cp": ranks, "parallel.cp_method": method}
 
 
 def changes(choice: ResolvedRun, question: Question) -> list[Change]:

@@ -1,10 +1,14 @@
 """Settings of a resolved run that are probably unintended: the plan, the dry run and the run itself say them."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from shoal.plan.resolved import ResolvedRun
 from shoal.plan.run.stages import bubble_share
+from shoal.plan.speed.forecast import forecast_speed
 
+# From so many times the speed on, the other method of context parallelism is worth a sentence.
+FASTER = 1.1
 NOT_COMPILED = "train.recompute cheap has no effect: it is a choice of the compiler, and blocks are not compiled here."
 
 
@@ -20,5 +24,19 @@ def unintended(resolved: ResolvedRun) -> Iterator[str]:
             f"parallel.pp {stages} with {counted} per step leaves each device idle for {share:.0%} of the step; lower "
             "train.micro_batch or raise train.global_batch for more."
         )
+    yield from _slower_context(resolved)
     if resolved.config.train.recompute == "cheap" and not resolved.run.compiled:
         yield NOT_COMPILED
+
+
+def _slower_context(resolved: ResolvedRun) -> Iterator[str]:
+    """Gathered keys, where ulysses is possible and its kernels are faster."""
+    run, mesh = resolved.run, resolved.mesh
+    if mesh.cp == 1 or run.cp_method != "gather" or run.gpu.is_cpu or run.shape.heads % (mesh.cp * mesh.tp):
+        return
+    faster = resolved.speed.step_seconds / forecast_speed(replace(run, cp_method="ulysses")).step_seconds
+    if faster > FASTER:
+        yield (
+            "parallel.cp_method gather runs flash attention 2, the only kernel for fewer queries than keys; ulysses "
+            f"is forecast to be {faster:.1f} times as fast here."
+        )

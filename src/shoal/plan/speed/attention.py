@@ -82,8 +82,9 @@ def _attention_to(run: Run, seen: float, path: Path) -> Seconds:
 def _flash2(run: Run) -> float:
     """The speed of flash attention 2 relative to the device's best kernels, if the system uses it; else 1."""
     family = (run.gpu.compute_capability or (0, 0))[0]
+    flash2 = run.traits.flash2 or (run.mesh.cp > 1 and run.cp_method == "gather" and run.traits.gathers_keys)
     # On Hopper there was no other in 2023, so that its speed is that of attention. Elsewhere there still is none.
-    if not run.traits.flash2 or family not in (9, 10) or (family == 9 and 0 < run.traits.software <= 2023):
+    if not flash2 or family not in (9, 10) or (family == 9 and 0 < run.traits.software <= 2023):
         return 1.0
     return FLASH_2 if family == 9 else FLASH_2_BLACKWELL
 

@@ -9,9 +9,11 @@ from shoal.plan.speed.compute import block_compute
 from shoal.plan.speed.kernels import bandwidth, eager_bandwidth, matmul_seconds
 from shoal.plan.terms import Term, group, leaf
 
-# Bytes that PyTorch's ring attention moves for each block of keys: per element of the output that it merges in fp32,
-# and per element of the gradients of queries, keys and values that it adds up.
-MERGED_OUTPUT, MERGED_GRADIENTS = 40, 16
+# Bytes, by their time, that PyTorch's ring attention moves for each block of keys: per element of the output that it
+# merges in fp32, and per element of the gradients of queries, keys and values that it adds up. For 8,192 tokens with 32
+# heads 0.6 and 1.0 ms on an H200, whatever the ranks, more with flash attention and less with cuDNN
+# (benchmarks/gpu/context_h200).
+MERGED_OUTPUT, MERGED_GRADIENTS = 58, 32
 
 
 def model_parallel(run: Run, rank: Rank) -> Term:

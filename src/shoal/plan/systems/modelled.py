@@ -21,7 +21,9 @@ OURS = SystemTraits(
     pads_vocabulary=True,
     packs_projections=True,
     copies_sequences="batched",  # parallel/collectives.py
-    gathers_masked=True,  # models/cross_entropy.py
+    gathers_keys=True,  # models/attention_kernels.py
+    gathers_masked=True,  # models/cross_entropy.py, as the next
+    sharded_logit_bytes=10.0,  # the gradient of the logits, a copy in fp32, and that times the incoming one
 )
 TORCHTITAN_2024 = SystemTraits(
     repeats_keys=True,

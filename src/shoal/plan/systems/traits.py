@@ -280,6 +280,9 @@ class SystemTraits:
     # Context parallelism is PyTorch's ring attention: blocks of keys and values go around, and each block's output and
     # gradients are merged with those before, eagerly and in fp32.
     ring_attention: bool = False
+    # Context parallelism by gathered keys: of the kernels that store no scores, only flash attention 2 has causal
+    # attention of the last queries to all keys.
+    gathers_keys: bool = False
     # The same with keys and values sent around while attention is computed (Transformer Engine).
     overlaps_context: bool = False
     # Tensor-parallel collectives run chunk by chunk with the matmuls around them (Transformer Engine's user buffers).
