@@ -1,4 +1,4 @@
-"""How long the host takes to launch a block, as `shoal bench host` measures it, between the runs of another process."""
+"""The time that the host takes to launch a block, as in `shoal bench hardware`, between the runs of another process."""
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor

@@ -54,7 +54,8 @@ def test_fp32_matmuls_do_not_need_long_inner_dimensions_where_they_are_published
     for gpu in ("v100-32gb", "t4", "rtx3090", "a100-80gb"):
         short, long = (matmul_tflops(gpu, 16384, inner, 4096, "32-true") for inner in (1024, 8192))
         assert short > 0.97 * long
-    assert efficiency(GPUS["h200"]).wide_inner_half == efficiency(GPUS["cpu"]).wide_inner_half == 256
+    assert efficiency(GPUS["h200"]).wide_inner_half == 256
+    assert efficiency(GPUS["cpu"]).wide_inner_half == 0
 
 
 def test_kernels_whose_tensors_fit_the_cache_do_not_wait_for_memory():

@@ -25,7 +25,7 @@ from shoal.api.folders import (
 )
 from shoal.api.generation import chat, generate, load_run
 from shoal.api.jobs import cancel, log_records, logs, status, status_of_all, submit, view
-from shoal.api.measuring import bench_batch, bench_collectives, bench_host, bench_rank, bench_scaling, bench_train
+from shoal.api.measuring import bench_batch, bench_collectives, bench_hardware, bench_rank, bench_scaling, bench_train
 from shoal.api.reporting import report
 from shoal.api.sources import download, download_packaged, init, recipes
 from shoal.api.sweeping import sweep
@@ -36,7 +36,7 @@ __all__ = [
     "Config",
     "bench_batch",
     "bench_collectives",
-    "bench_host",
+    "bench_hardware",
     "bench_rank",
     "bench_scaling",
     "bench_train",

@@ -31,7 +31,7 @@ GROUPS = {
     ],
     "Jobs and runs": ["submit", "status", "status_of_all", "logs", "log_records", "view", "cancel", "report"],
     "Measure and check": [
-        *("bench_train", "bench_scaling", "bench_batch", "bench_collectives", "bench_host", "bench_rank"),
+        *("bench_train", "bench_scaling", "bench_batch", "bench_collectives", "bench_hardware", "bench_rank"),
         *("doctor", "doctor_report"),
     ],
 }

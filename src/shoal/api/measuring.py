@@ -12,7 +12,7 @@ from shoal.api.training import AnyConfig, read
 if TYPE_CHECKING:
     from shoal.bench.batch import BatchReport
     from shoal.bench.collectives_report import CollectivesReport
-    from shoal.bench.host import HostReport
+    from shoal.bench.hardware import HardwareReport
     from shoal.bench.scaling import ScalingReport
     from shoal.bench.training import RankReport, Steps
 
@@ -50,11 +50,18 @@ def bench_rank(
     return measure_rank(follow_adapter(read(config)), world_size, steps=steps, warmup=warmup, real=real, report=report)
 
 
-def bench_host(*, report: Callable[[str], None] = lambda _: None) -> HostReport:
-    """Measure how long this host takes to launch kernels of its GPU: `hardware.host_block_ms` of the forecast."""
-    from shoal.bench.host import measure_host
+def bench_hardware(
+    *, devices: int | None = None, output: Path | str | None = None, report: Callable[[str], None] = lambda _: None
+) -> HardwareReport:
+    """Measure this machine's device, host and, between `devices`, links: the block `hardware` of a config.
 
-    return measure_host(report)
+    `devices` is every GPU by default. `output` is a YAML file that other configs include.
+    """
+    from shoal.bench.hardware import measure_hardware
+
+    if devices is not None:
+        check_at_least("devices", devices, 1)
+    return measure_hardware(devices=devices, output=None if output is None else Path(output), report=report)
 
 
 def bench_collectives(

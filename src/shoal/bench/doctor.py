@@ -19,7 +19,7 @@ from shoal.bench.collectives_measure import measure
 from shoal.bench.collectives_report import Measured
 from shoal.bench.collectives_request import Request
 from shoal.bench.sizes import show_seconds, show_size, show_speed
-from shoal.config.schema_run import HardwareConfig
+from shoal.config.schema_hardware import HardwareConfig
 from shoal.launch.doctor.finding import Finding, failure, ok, warning
 from shoal.launch.doctor.software import versions
 from shoal.observe.progress import Reporter

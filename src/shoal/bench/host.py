@@ -1,26 +1,22 @@
-"""The time that this host takes to launch kernels: what a small model's device waits for, and the forecast's
-`hardware.host_block_ms`."""
+"""The time that this host takes to launch kernels, which a small model's device waits for."""
 
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from shoal.bench.output import envelope
 from shoal.catalogue.shapes import shape_from_sizes
-from shoal.launch.join import cuda_devices, first_device
-from shoal.mistakes import UserMistake
 from shoal.models.families import transformers_config
-from shoal.plan.speed.host import EAGER_BLOCK_HOST
 
 # So few tokens that no kernel takes as long as its launch. The time of a block is the difference between two models.
 TOKENS, FEW, MANY = 64, 4, 12
 SIZES: dict[str, Any] = {"hidden": 1024, "heads": 16, "ffn": 2816, "vocab": 2048, "positions": 2048, "tied": True}
+# The same on a CPU, which computes what it launches itself.
+CPU_TOKENS = 8
+CPU_SIZES: dict[str, Any] = {"hidden": 32, "heads": 2, "ffn": 64, "vocab": 64, "positions": 64, "tied": True}
 WARMUP, STEPS = 5, 40
 # Steps of which the slow tenth takes so much longer than the fast tenth belong to a host that is busy otherwise. On one
 # that is not, a virtual machine with an H200, it takes 1.4 to 1.6 times as long.
@@ -28,13 +24,11 @@ UNSTEADY = 2.0
 
 
 @dataclass(frozen=True)
-class HostReport:
+class HostTimes:
     """Seconds of every step of both models."""
 
     few: Sequence[float]
     many: Sequence[float]
-    device: str
-    processor: str
 
     @property
     def block_ms(self) -> float:
@@ -56,44 +50,9 @@ class HostReport:
             "this host busy, and training would wait for it too."
         ]
 
-    def as_dict(self) -> dict[str, Any]:
-        rows = [
-            {"blocks": blocks, "step_ms": round(1e3 * statistics.median(seconds), 3), "steps": len(seconds)}
-            for blocks, seconds in ((FEW, self.few), (MANY, self.many))
-        ]
-        return envelope(
-            "host",
-            machine={"device": self.device, "processor": self.processor, "torch": torch.__version__},
-            config={"tokens": TOKENS, **SIZES},
-            rows=rows,
-            caveats=self.caveats,
-            host_block_ms=round(self.block_ms, 3),
-            spread=round(self.spread, 3),
-        )
 
-    def text(self) -> str:
-        return "\n".join(
-            [
-                f"on            {self.processor} with {self.device}, torch {torch.__version__}",
-                f"host          {self.block_ms:.2f} ms to launch the kernels of a Llama block, forward and backward; "
-                f"the forecast assumes {1e3 * EAGER_BLOCK_HOST:.2f} ms by default, and more beside a Grace",
-                f"plan with     hardware.host_block_ms={self.block_ms:.2f}",
-                *self.caveats,
-            ]
-        )
-
-
-def measure_host(report: Callable[[str], None]) -> HostReport:
-    """Steps of two small Llamas on the first GPU, in turns, so that a change of the host's speed reaches both."""
-    if not cuda_devices():
-        raise UserMistake(
-            "bench host measures how fast this host launches kernels of a GPU, and there is none: run it on a machine "
-            "with one."
-        )
-    return measure_on(first_device(), report)
-
-
-def measure_on(device: torch.device, report: Callable[[str], None]) -> HostReport:
+def measure_host(device: torch.device, report: Callable[[str], None]) -> HostTimes:
+    """Steps of two small Llamas on `device`, in turns, so that a change of the host's speed reaches both."""
     report(f"measuring {STEPS} steps of {FEW} and of {MANY} blocks …")
     return measure_models(build_models(device), device, warmup=WARMUP, steps=STEPS)
 
@@ -103,24 +62,25 @@ def build_models(device: torch.device) -> dict[int, torch.nn.Module]:
     return {blocks: _build(blocks, device) for blocks in (FEW, MANY)}
 
 
-def measure_models(models: dict[int, torch.nn.Module], device: torch.device, *, warmup: int, steps: int) -> HostReport:
-    tokens = torch.zeros((1, TOKENS), dtype=torch.long, device=device)
+def measure_models(models: dict[int, torch.nn.Module], device: torch.device, *, warmup: int, steps: int) -> HostTimes:
+    length = TOKENS if device.type == "cuda" else CPU_TOKENS
+    tokens = torch.zeros((1, length), dtype=torch.long, device=device)
     found: dict[int, list[float]] = {FEW: [], MANY: []}
     for step in range(warmup + steps):
         for blocks, model in models.items():
             seconds = _step(model, tokens)
             if step >= warmup:
                 found[blocks].append(seconds)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return HostReport(found[FEW], found[MANY], name, processor_name())
+    return HostTimes(found[FEW], found[MANY])
 
 
 def _build(blocks: int, device: torch.device) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
-    config = transformers_config(shape_from_sizes(family="llama", layers=blocks, **SIZES))
+    sizes, dtype = (SIZES, torch.bfloat16) if device.type == "cuda" else (CPU_SIZES, torch.float32)
+    config = transformers_config(shape_from_sizes(family="llama", layers=blocks, **sizes))
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     found: torch.nn.Module = model.train()
     return found
 
@@ -139,10 +99,3 @@ def _step(model: torch.nn.Module, tokens: torch.Tensor) -> float:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def processor_name(described: Path = Path("/proc/cpuinfo")) -> str:
-    """The host's processor, as the kernel names it."""
-    lines = described.read_text().splitlines() if described.exists() else []
-    named = next((line for line in lines if line.startswith("model name")), "")
-    return named.partition(":")[2].strip() or platform.processor() or platform.machine()

@@ -8,6 +8,7 @@ itself: `MATMULS` and `ATTENTION`, whose sources are in docs/plan-speed.md.
 from dataclasses import dataclass, replace
 
 from shoal.catalogue.gpus import GPUS, Gpu
+from shoal.catalogue.multiprocessors import relative_rate
 
 
 @dataclass(frozen=True)
@@ -24,92 +25,18 @@ class Efficiency:
     wide_inner_half: float = 256.0  # the same in fp32
 
 
-# Streaming multiprocessors, from NVIDIA's datasheets and architecture papers.
-MULTIPROCESSORS: dict[str, int] = {
-    "t4": 40,
-    "rtx2080ti": 68,
-    "titan-rtx": 72,
-    "rtx8000": 72,
-    "v100-16gb": 80,
-    "v100-32gb": 80,
-    "a100-40gb": 108,
-    "a100-80gb": 108,
-    "a800-80gb": 108,
-    "a30": 56,
-    "rtx3060": 28,
-    "rtx3060ti": 38,
-    "rtx3070": 46,
-    "rtx3080": 68,
-    "rtx3080ti": 80,
-    "rtx3090": 82,
-    "a4000": 48,
-    "a5000": 64,
-    "a6000": 84,
-    "a10": 72,
-    "a10g": 80,
-    "a40": 84,
-    "l4": 58,
-    "l20": 92,
-    "l40": 142,
-    "l40s": 142,
-    "rtx4060": 24,
-    "rtx4060ti-16gb": 34,
-    "rtx4070": 46,
-    "rtx4070-super": 56,
-    "rtx4070ti-super": 66,
-    "rtx4080": 76,
-    "rtx4090d": 114,
-    "rtx4090": 128,
-    "rtx6000-ada": 142,
-    "h100-80gb": 132,
-    "h800-80gb": 132,
-    "h100-96gb": 132,
-    "h100-pcie": 114,
-    "h100-nvl": 132,
-    "h200-nvl": 132,
-    "h200": 132,
-    "h20": 78,
-    "gh200": 132,
-    "gh200-120gb": 132,
-    "b200": 148,
-    "gb200": 148,
-    "b300": 148,
-    "rtx5060ti-16gb": 36,
-    "rtx5070": 48,
-    "rtx5070ti": 70,
-    "rtx5080": 84,
-    "rtx5090": 170,
-    "rtx-pro-6000": 188,
-    # Compute units, of one die of an MI250.
-    "mi210": 104,
-    "mi250": 104,
-    "mi300x": 304,
-    "mi325x": 304,
-    "mi350x": 256,
-    "mi355x": 256,
-}
-
-
-def relative_rate(gpu: Gpu) -> float:
-    """The peak of a multiprocessor relative to an H200's. What takes a multiprocessor as long whatever its peak, such
-    as the prologue and epilogue of a tile, weighs as much more."""
-    units = MULTIPROCESSORS.get(gpu.name)
-    if units is None:
-        return 1.0
-    return (gpu.bf16 or gpu.fp16) / units / (989e12 / MULTIPROCESSORS["h200"])
-
-
-def clock(gpu: Gpu) -> float:
-    """The clock that a device's fp32 peak assumes, in Hz: 64 lanes of a multiprocessor until the A100, then 128."""
-    lanes = 64 if gpu.compute_capability in ((7, 0), (7, 5), (8, 0)) else 128
-    return gpu.fp32 / (2 * lanes * MULTIPROCESSORS[gpu.name])
-
-
 # The share of training over the speed of large matmuls alone: 0.89 on an A100 and 0.98 on an H200, the two families of
 # which both are known.
 IN_TRAINING = 0.93
+# Inner dimension of the matmuls that `shoal bench hardware` times on a GPU.
+MEASURED_INNER = 9216
 # Data center and workstation devices with GDDR memory that corrects errors by itself, which takes some of its speed.
 CORRECTING = frozenset({"t4", "rtx8000", "a10", "a10g", "a40", "l4", "l20", "l40", "l40s"})
+# Share of the memory bandwidth that PyTorch's kernels reach on contiguous tensors of one dtype, or if they cast fp32 to
+# 16 bits: 4.0 to 4.4 TB/s on an H200 (benchmarks/gpu/adapters_h200/kernels.json). An A800's multiplication of two
+# tensors reaches 0.89 (mli/transformers-benchmarks, issue 4). And of devices that correct errors: an L4's copies reach
+# 0.78, where a 4090's, without it, reach 0.91 (chsasank/device-benchmarks).
+CONTIGUOUS, CORRECTED = 0.87, 0.78
 # Share of the bandwidth that fused kernels reach: as on an H200; and on GeForce and workstation parts since the RTX 30,
 # whose memory is slow for their multiprocessors: a norm on an RTX 5090 from memory, 0.70 to 0.80 (NVIDIA/TileGym, issue
 # 82), where copies and sums reach 0.85 to 0.92 on seven of these [6].
@@ -227,7 +154,7 @@ _OLD_AMPERE = Efficiency(
     wide_inner_half=256.0 * relative_rate(GPUS["a100-80gb"]) * GPUS["a100-80gb"].fp32 / GPUS["a100-80gb"].fp16,
 )
 _AMPERE = replace(_OLD_AMPERE, matmuls=0.765)
-_CPU = replace(_OLD_AMPERE, fp32=None, wide_inner_half=256.0)
+_CPU = replace(_OLD_AMPERE, fp32=_OLD_AMPERE.matmuls, inner_half=0.0, wide_inner_half=0.0)
 # From this year on PyTorch's wheels have the libraries that those matmuls ran with.
 AMPERE_SINCE = 2025
 # Matmuls in fp32, which do not use tensor cores, reach more of their lower peak.
@@ -307,9 +234,29 @@ _BY_CAPABILITY = {
 }
 
 
+def copied_share(gpu: Gpu) -> float:
+    """The share of the memory bandwidth that copies reach."""
+    return CORRECTED if gpu.name in CORRECTING else CONTIGUOUS
+
+
 def efficiency(gpu: Gpu, *, software: int = 0, transformer_engine: bool = False) -> Efficiency:
-    """The efficiency of a GPU; without published results that of the most similar family. `software`: the year of the
-    libraries that run on it, where that matters; 0: today's. `transformer_engine`: its layers compute attention."""
+    """The efficiency of a GPU: by what was measured of it, else of published results, else that of the most similar
+    family. `software`: the year of the libraries that run on it, where that matters; 0: today's. `transformer_engine`:
+    its layers compute attention."""
+    found, measured, peak = _of_family(gpu, software, transformer_engine), gpu.measured, gpu.bf16 or gpu.fp16
+
+    # The shares are those of matmuls that are long in every dimension.
+    longer, wide_longer = (1 + half / MEASURED_INNER for half in (found.inner_half, found.wide_inner_half))
+    return replace(
+        found,
+        matmuls=found.matmuls if measured.matmuls is None else longer * measured.matmuls / peak,
+        fp32=found.fp32 if measured.fp32 is None else wide_longer * measured.fp32 / gpu.fp32,
+        attention=found.attention if measured.attention is None else measured.attention / peak,
+        fp8=found.fp8 if measured.fp8 is None else IN_TRAINING * measured.fp8 / (gpu.fp8 or peak),
+    )
+
+
+def _of_family(gpu: Gpu, software: int, transformer_engine: bool) -> Efficiency:
     if gpu.name in FAMILIES:
         found = FAMILIES[gpu.name]
     elif gpu.compute_capability is None:

@@ -10,6 +10,9 @@ from dataclasses import dataclass, replace
 
 from shoal.mistakes import UserMistake, suggestion
 
+# How the name of a link ends whose speed was measured: it is what collectives reach.
+MEASURED = "measured"
+
 
 @dataclass(frozen=True)
 class Link:
@@ -18,6 +21,17 @@ class Link:
     name: str
     bytes_per_second: float  # per direction and GPU, nominal
     latency: float  # seconds for one small message, an order of magnitude
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What `shoal bench hardware` measured on one device; None: not measured, as on such devices."""
+
+    matmuls: float | None = None  # FLOP/s of large matmuls in 16 bits, as the next two
+    fp32: float | None = None
+    fp8: float | None = None
+    attention: float | None = None  # FLOP/s of causal attention, both passes
+    multiprocessors: int | None = None
 
 
 @dataclass(frozen=True)
@@ -33,6 +47,7 @@ class Gpu:
     fp8: float | None
     compute_capability: tuple[int, int] | None  # NVIDIA's; None elsewhere
     link: str  # between the GPUs of a node, by default
+    measured: Measured = Measured()
 
     @property
     def is_cpu(self) -> bool:

@@ -148,12 +148,31 @@ def batch(
 
 
 @bench_app.command()
-def host(as_json: AsJson = False) -> None:
-    """Time how long this host takes to launch kernels, for hardware.host_block_ms of the forecast. Needs a GPU."""
+def hardware(
+    devices: Annotated[
+        int | None, typer.Option("--devices", min=1, help="Devices whose links are measured; default: every GPU.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write the block hardware there, as YAML to include."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure this machine for the forecast: matmuls, attention, copies, the host's time per block, and links.
+
+    A config that includes the file is forecast for this machine, by what it reaches instead of what such devices do.
+    """
     from shoal import api
 
-    found = api.bench_host(report=print_progress)
-    print_json(found.as_dict()) if as_json else typer.echo(found.text())
+    found = api.bench_hardware(devices=devices, output=output, report=print_progress)
+    if as_json:
+        print_json(found.as_dict())
+        return
+    typer.echo(found.text())
+    if output is None:
+        typer.echo(found.yaml(), nl=False)
+    else:
+        typer.echo(f"shoal plan {output} model.shape=… forecasts for it; so does a config with include: [{output}].")
 
 
 def _counts(text: str) -> list[int]:

@@ -76,7 +76,7 @@ PRINTED: dict[str, Printed] = {
     "shoal doctor": ("shoal.launch.doctor.finding", "Diagnosis"),
     **{
         f"shoal bench {one}": {"…": "The one format of all benches: [measuring](bench.md)."}
-        for one in ("train", "scaling", "batch", "collectives", "host", "rank")
+        for one in ("train", "scaling", "batch", "collectives", "hardware", "rank")
     },
     "shoal config schema": {"…": "JSON Schema of the config, with or without `--json`."},
     "shoal config show": {"…": "The resolved config: [every key](config.md)."},

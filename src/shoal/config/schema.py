@@ -11,12 +11,10 @@ from pydantic_core import PydanticCustomError
 
 from shoal.config.schema_base import Block, Texts, contradiction
 from shoal.config.schema_data import DataBlockConfig, DataConfig, MixingConfig, StreamingConfig
+from shoal.config.schema_hardware import GpuConfig, HardwareConfig, LinkConfig
 from shoal.config.schema_model import AdapterConfig, ModelConfig, ShapeConfig
 from shoal.config.schema_run import (
     CheckpointConfig,
-    GpuConfig,
-    HardwareConfig,
-    LinkConfig,
     LogConfig,
     OffloadConfig,
     ParallelConfig,

@@ -20,7 +20,8 @@ from math import ceil, exp, expm1, sqrt
 from typing import Any
 
 from shoal.config.schema import Config
-from shoal.config.schema_run import CheckpointConfig, HardwareConfig
+from shoal.config.schema_hardware import HardwareConfig
+from shoal.config.schema_run import CheckpointConfig
 from shoal.plan.batches import divisors
 from shoal.plan.machine import Machine
 from shoal.plan.memory.states import saved_bytes

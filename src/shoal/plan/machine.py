@@ -1,11 +1,13 @@
 """The hardware a run is planned for: the devices and links that the config names, or the local ones."""
 
 import os
+import platform
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shoal.catalogue.gpus import Gpu, Link, find_gpu, find_link, recognize
+from shoal.catalogue.efficiency import copied_share
+from shoal.catalogue.gpus import MEASURED, Gpu, Link, Measured, find_gpu, find_link, recognize
 from shoal.config.schema import GpuConfig, HardwareConfig, LinkConfig
 from shoal.plan.terms import GIB
 
@@ -44,7 +46,7 @@ def read_machine(hardware: HardwareConfig, driver: Path = DRIVER) -> Machine:
     notes: list[str] = []
     present = _present(driver)
     if isinstance(hardware.gpu, GpuConfig):
-        gpu = _given(hardware.gpu)
+        gpu = gpu_of(hardware.gpu)
     elif hardware.gpu != "auto":
         gpu = find_gpu(hardware.gpu)
     else:
@@ -52,7 +54,8 @@ def read_machine(hardware: HardwareConfig, driver: Path = DRIVER) -> Machine:
         gpu = found[0] if found else _this_cpu()
         if present and not found:
             notes.append(
-                f"The local GPU, {present[0]}, is not in the catalogue, so this plan is for the CPU; set hardware.gpu."
+                f"The local GPU, {present[0]}, is not in the catalogue, so this plan is for the CPU; shoal bench "
+                "hardware measures it, or set hardware.gpu to the most similar device."
             )
         elif not present:
             notes.append("There is no local GPU, so this plan is for the CPU; set hardware.gpu to plan for a GPU.")
@@ -62,7 +65,7 @@ def read_machine(hardware: HardwareConfig, driver: Path = DRIVER) -> Machine:
         if not gpu.is_cpu and hardware.gpu != "auto":
             notes.append("Planned for one device; set hardware.devices and hardware.nodes to plan for more.")
     if gpu.is_cpu:
-        gpu = replace(gpu, memory_gib=gpu.memory_gib / devices)  # shared by the processes of a node
+        gpu = _shared(gpu, devices)
     return Machine(
         gpu=gpu,
         link=_link(hardware.link, gpu.link),
@@ -87,17 +90,21 @@ def machine_at_hand(
 ) -> Machine:
     """The machine that a process runs on: the device's name as the driver prints it, and its actual memory.
 
-    None for both means the CPU. A device that is not in the catalogue is treated as an A100 with its memory: whether a
-    run fits does not depend on that, and which strategy is fastest hardly does. Links cannot be detected: they are
-    those of `hardware`, or the usual ones of such devices.
+    None for both means the CPU. If `hardware.gpu` was measured on such a device, it is that. Else a device that is not
+    in the catalogue is treated as an A100 with its memory: whether a run fits does not depend on that, and which
+    strategy is fastest hardly does. Links cannot be detected: they are those of `hardware`, or the usual ones of such
+    devices.
     """
-    if printed is None or memory_gib is None:
-        gpu = _this_cpu()
-        if host_gib is not None:
-            gpu = replace(gpu, memory_gib=host_gib)
-        gpu = replace(gpu, memory_gib=gpu.memory_gib / devices)  # shared by the processes of a node
+    is_cpu = printed is None or memory_gib is None
+    given = None if hardware is None else hardware.gpu
+    if isinstance(given, GpuConfig) and given.name == (processor_name() if is_cpu else printed):
+        gpu = gpu_of(given)
     else:
-        gpu = replace(recognize(printed) or find_gpu("a100-80gb"), memory_gib=memory_gib)
+        gpu = _this_cpu() if is_cpu else recognize(printed or "") or find_gpu("a100-80gb")
+    memory_gib = host_gib if is_cpu else memory_gib
+    gpu = gpu if memory_gib is None else replace(gpu, memory_gib=memory_gib)
+    if is_cpu:
+        gpu = _shared(gpu, devices)
     return Machine(
         gpu=gpu,
         link=_link("auto" if hardware is None else hardware.link, gpu.link),
@@ -126,15 +133,17 @@ def usual_network(gpu: Gpu) -> str:
 def _link(wanted: str | LinkConfig, usual: str) -> Link:
     if isinstance(wanted, LinkConfig):
         # Collectives over PCI Express reach less of it, and have other latencies.
+        kind = "pcie-" if usual.startswith("pcie") else "as "
         return Link(
-            "pcie-given" if usual.startswith("pcie") else "as given",
+            f"{kind}{MEASURED if wanted.measured else 'given'}",
             wanted.gb_per_second * 1e9,
             wanted.latency_us * 1e-6,
         )
     return find_link(usual if wanted == "auto" else wanted)
 
 
-def _given(wanted: GpuConfig) -> Gpu:
+def gpu_of(wanted: GpuConfig) -> Gpu:
+    """The device that a block `hardware.gpu` describes."""
     gpu = find_gpu(wanted.like)
     if wanted.memory_gib is not None:
         gpu = replace(gpu, memory_gib=wanted.memory_gib)
@@ -151,7 +160,53 @@ def _given(wanted: GpuConfig) -> Gpu:
             fp32=gpu.fp32 * ratio,
             fp8=gpu.fp8 * ratio if gpu.fp8 else None,
         )
-    return gpu
+    if wanted.copy_gb_per_second is not None:
+        gpu = replace(gpu, memory_bandwidth=wanted.copy_gb_per_second * 1e9 / copied_share(gpu))
+    if wanted.compute_capability is not None:
+        major, minor = wanted.compute_capability.split(".")
+        gpu = replace(gpu, compute_capability=(int(major), int(minor)))
+    measured = Measured(
+        matmuls=_flops(wanted.matmul_tflops),
+        fp32=_flops(wanted.fp32_matmul_tflops),
+        fp8=_flops(wanted.fp8_matmul_tflops),
+        attention=_flops(wanted.attention_tflops),
+        multiprocessors=wanted.multiprocessors,
+    )
+    return replace(gpu, measured=measured)
+
+
+def _flops(tflops: float | None) -> float | None:
+    return None if tflops is None else 1e12 * tflops
+
+
+def _shared(cpu: Gpu, processes: int) -> Gpu:
+    """What each of the processes of a node has of its CPU."""
+
+    def part(speed: float | None) -> float | None:
+        return None if speed is None else speed / processes
+
+    measured = cpu.measured
+    return replace(
+        cpu,
+        memory_gib=cpu.memory_gib / processes,
+        memory_bandwidth=cpu.memory_bandwidth / processes,
+        bf16=part(cpu.bf16),
+        fp16=cpu.fp16 / processes,
+        fp32=cpu.fp32 / processes,
+        measured=replace(
+            measured,
+            matmuls=part(measured.matmuls),
+            fp32=part(measured.fp32),
+            attention=part(measured.attention),
+        ),
+    )
+
+
+def processor_name(described: Path = Path("/proc/cpuinfo")) -> str:
+    """This machine's processor, as the kernel names it."""
+    lines = described.read_text().splitlines() if described.exists() else []
+    named = next((line for line in lines if line.startswith("model name")), "")
+    return named.partition(":")[2].strip() or platform.processor() or platform.machine()
 
 
 def _present(driver: Path) -> list[str]:

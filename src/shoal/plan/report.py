@@ -170,8 +170,6 @@ def _about_the_host(choice: ResolvedRun) -> list[str]:
     """That the device waits for its host, if it does so for long: hosts differ far more than devices of one kind."""
     found = [choice.speed.step.find(name) for name in ("kernel launch overhead", "optimizer launch overhead")]
     share = sum(term.amount for term in found if term is not None) / choice.speed.step_seconds
-    if choice.machine.is_cpu and choice.machine.host_block_ms is not None:
-        return ["hardware.host_block_ms has no effect: a CPU launches no kernels of a device."]
     if share < WAITS_FOR_HOST or choice.machine.is_cpu:
         return []
     waits = f"The device waits {share:.0%} of the step for its host to launch kernels"
@@ -179,7 +177,7 @@ def _about_the_host(choice: ResolvedRun) -> list[str]:
         return [f"{waits}. A larger train.micro_batch hides that."]
     return [
         f"{waits}. That time differs by about a factor of two between hosts, so that this speed is less certain than "
-        "others: shoal bench host measures it for hardware.host_block_ms. A larger train.micro_batch hides it."
+        "others: shoal bench hardware measures it for hardware.host_block_ms. A larger train.micro_batch hides it."
     ]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.catalogue.efficiency import MULTIPROCESSORS, clock
+from shoal.catalogue.multiprocessors import cycles
 from shoal.plan.memory.forecast import forecast_memory
 from shoal.plan.run.run import FROZEN, Adapter, Run
 from shoal.plan.speed.compute import block_compute, head_seconds
@@ -35,7 +35,7 @@ def elementwise(run: Run) -> float:
 
 def address(run: Run) -> float:
     """Seconds of an element of a kernel that is not vectorized."""
-    return 1 / (UNROLLED_RATE * MULTIPROCESSORS[run.gpu.name] * clock(run.gpu))
+    return 1 / (UNROLLED_RATE * cycles(run.gpu))
 
 
 def as_pairs(states: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:

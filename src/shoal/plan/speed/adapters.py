@@ -1,6 +1,6 @@
 """Seconds of the adapters of a block: LoRA and DoRA, ours and PEFT's."""
 
-from shoal.catalogue.efficiency import MULTIPROCESSORS
+from shoal.catalogue.multiprocessors import multiprocessors
 from shoal.plan.memory.activations import padded_adapters
 from shoal.plan.memory.states import adapted, stored_bytes
 from shoal.plan.run.blocks import Linear, linears
@@ -34,10 +34,10 @@ def dequantization_seconds(run: Run, adapter: Adapter, elements: float) -> tuple
         return kernel_seconds(run, GPTQ_KERNELS, elements), 0.0
     moved = elements * (stored_bytes(run, adapter) + run.compute_bytes)
     rate = contiguous_rate(run, DEQUANTIZATION_RATE)
-    if run.gpu.name in MULTIPROCESSORS:
+    if (units := multiprocessors(run.gpu)) is not None:
         # The matmul reads what was written, and its memory is used again: it need not leave the cache.
         each = moved / len(linears(run.shape, joined=run.traits.fused_qkv))
-        limit = DEQUANTIZATION_RATE * MULTIPROCESSORS[run.gpu.name]
+        limit = DEQUANTIZATION_RATE * units
         rate = min(cached_rate(run.gpu, each, rate), limit)
     again = kernel_seconds(run, [Kernel(1, 4, unrolled=True)], elements) if run.casts_dequantized else 0.0
     return moved / rate + again * (run.casts_dequantized is True), moved / rate + again

@@ -4,8 +4,8 @@ Since Ada, parts with GDDR memory have an L2 cache of tens of megabytes, which i
 Where memory is HBM, it is as fast as that.
 """
 
-from shoal.catalogue.efficiency import MULTIPROCESSORS, clock
 from shoal.catalogue.gpus import Gpu
+from shoal.catalogue.multiprocessors import cycles
 
 # Megabytes of L2, from NVIDIA's architecture papers (Ada, Blackwell) and data sheets; parts with GDDR before
 # Ada have 3 to 6.
@@ -52,7 +52,7 @@ def cached_rate(gpu: Gpu, moved: float, memory: float) -> float:
     """Bytes per second of a kernel that moves `moved` bytes, where `memory` is the rate from memory."""
     if gpu.name not in SIZES:
         return memory
-    cache = RATE * MULTIPROCESSORS[gpu.name] * clock(gpu)
+    cache = RATE * cycles(gpu)
     if cache <= memory:
         return memory
     hits = (1 - SAVED) * min(1.0, (1e6 * SIZES[gpu.name] / moved) ** BEYOND) if moved else 0.0

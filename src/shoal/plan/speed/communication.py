@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import log, sqrt
 from typing import Protocol
 
-from shoal.catalogue.gpus import Link
+from shoal.catalogue.gpus import MEASURED, Link
 from shoal.plan.run.run import Run
 from shoal.plan.speed.ring import Operation, ring_factor
 
@@ -126,7 +126,8 @@ def ring_speed(run: Links, group: Group) -> float:
     if group.nodes > 1:
         # Every device has its own network port, and NCCL builds one ring per device of the group in a node.
         shared = group.within > 1 and run.network.name.startswith("ethernet")
-        ports = run.network.bytes_per_second * group.within * (TCP_SHARE if shared else LINK_SHARE)
+        share = 1.0 if run.network.name.endswith(MEASURED) else TCP_SHARE if shared else LINK_SHARE
+        ports = run.network.bytes_per_second * group.within * share
         speed = ports if group.within == 1 else min(speed, ports)
     return speed
 
@@ -143,6 +144,8 @@ def _connected(run: Links, within: int) -> float:
 
 
 def _share(link: Link, within: int) -> float:
+    if link.name.endswith(MEASURED):
+        return 1.0
     if link.name.startswith("xgmi"):
         return XGMI_SHARE
     if link.name == HOST:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from shoal.catalogue.efficiency import relative_rate
+from shoal.catalogue.multiprocessors import relative_rate
 from shoal.plan.memory.checkpointed import selected_matmuls
 from shoal.plan.memory.head import (
     fused_rows,

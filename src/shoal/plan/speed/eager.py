@@ -9,8 +9,8 @@ multiprocessor gets through as many per clock. Which kernels a block has is from
 
 from dataclasses import dataclass
 
-from shoal.catalogue.efficiency import MULTIPROCESSORS, clock
 from shoal.catalogue.gpus import Gpu
+from shoal.catalogue.multiprocessors import cycles, multiprocessors
 from shoal.plan.memory.activations import has_head_norms
 from shoal.plan.run.blocks import biased_outputs, linears
 from shoal.plan.run.run import Run
@@ -59,12 +59,12 @@ def cast(elements: float, before: int, after: int) -> list[Kernel]:
 def unrolled_rate(gpu: Gpu) -> float:
     """Elements per second of a kernel that is not vectorized, on a device whose multiprocessors are known."""
     lanes = COMPUTE_UNIT_LANES if gpu.compute_capability is None else 1.0
-    return UNROLLED_RATE * lanes * MULTIPROCESSORS[gpu.name] * clock(gpu)
+    return UNROLLED_RATE * lanes * cycles(gpu)
 
 
 def kernel_seconds(run: Run, kernels: list[Kernel], tokens: float) -> float:
     """Seconds of kernels over `tokens`."""
-    units = MULTIPROCESSORS.get(run.gpu.name)
+    units = multiprocessors(run.gpu)
     if units is None:
         return tokens * sum(one.elements * one.moved for one in kernels) / eager_bandwidth(run)
     rate, shares = unrolled_rate(run.gpu), (eager_bandwidth(run, streams=True), eager_bandwidth(run))

@@ -1,6 +1,6 @@
 """The optimizer step of bitsandbytes' 8-bit AdamW, which computes more than it moves."""
 
-from shoal.catalogue.efficiency import MULTIPROCESSORS, clock
+from shoal.catalogue.multiprocessors import cycles, multiprocessors
 from shoal.catalogue.shapes import parameters as count_parameters
 from shoal.plan.run.run import Run
 
@@ -12,8 +12,8 @@ QUANTIZED_STEP_RATE = 106.2e6 / 3.564e-3 / (132 * 1.98e9)
 
 def eight_bit_step(run: Run, parameters: float) -> float:
     """Seconds of bitsandbytes' 8-bit AdamW, which other systems use, by its elements."""
-    if run.optimizer != "adamw8bit" or run.traits.fused_step or run.gpu.name not in MULTIPROCESSORS:
+    if run.optimizer != "adamw8bit" or run.traits.fused_step or multiprocessors(run.gpu) is None:
         return 0.0
     wide = run.traits.wide_embedding_state * run.trained.embedding * run.shape.vocab * run.shape.hidden
     share = 1 - min(1.0, wide / count_parameters(run.shape))
-    return share * parameters / (QUANTIZED_STEP_RATE * MULTIPROCESSORS[run.gpu.name] * clock(run.gpu))
+    return share * parameters / (QUANTIZED_STEP_RATE * cycles(run.gpu))

@@ -139,9 +139,10 @@ def _micro_batch(run: Run, rank: Rank) -> Term:
     in_blocks = model_parallel(run, rank)
     slowed = leaf("slowdown by overlapped collectives", contention(run, _shard_group(run)) * hidden)
     # The host goes on while the device waits for a collective; ZeRO-3's waits too (`synchronize` in fetch_sub_module).
-    host = 0.0 if run.gpu.is_cpu or replays_graphs(run) else host_seconds(run, blocks, rank.first + rank.last)
+    host = 0.0 if replays_graphs(run) else host_seconds(run, blocks, rank.first + rank.last)
     awaited = in_blocks.amount + (0.0 if run.traits.hooks_modules else exposed.amount)
-    device = ahead + back + copies.total + awaited
+    # A CPU computes what it launches itself.
+    device = 0.0 if run.gpu.is_cpu else ahead + back + copies.total + awaited
     waiting = leaf("kernel launch overhead", max(launch_gaps(run, blocks), host - device))
     return group("micro-batch", *compute, waiting, copied, group("communication", exposed, in_blocks, slowed))
 

@@ -2,15 +2,8 @@
 
 from dataclasses import dataclass
 
-from shoal.catalogue.efficiency import (
-    CORRECTING,
-    FP32_MATMULS,
-    GDDR,
-    MULTIPROCESSORS,
-    Efficiency,
-    efficiency,
-    relative_rate,
-)
+from shoal.catalogue.efficiency import CORRECTING, FP32_MATMULS, GDDR, Efficiency, copied_share, efficiency
+from shoal.catalogue.multiprocessors import multiprocessors, relative_rate
 from shoal.plan.run.run import Run
 
 # Elements of the output that a multiprocessor computes at a time, 128 × 256, and inner dimensions from which on several
@@ -37,13 +30,6 @@ EAGER_RATE = 4.8e12 / 132
 # `STREAMED` of GeForce and workstation parts since the RTX 30, whose memory is slow for their multiprocessors: AdamW's
 # kernels reach 0.89 to 0.92 on an RTX 4090 (XiaoJianyu219/llm-infra-bench, 08-single-gpu-profiling: ref_s2048_b1).
 STREAMED_GDDR = 0.90
-# Share of the memory bandwidth that PyTorch's kernels reach on contiguous tensors of one dtype, or if they cast fp32 to
-# 16 bits: 4.0 to 4.4 TB/s on an H200 (benchmarks/gpu/adapters_h200/kernels.json). An A800's multiplication of two
-# tensors reaches 0.89 (mli/transformers-benchmarks, issue 4).
-CONTIGUOUS = 0.87
-# The same of data center devices with GDDR memory, whose error correction is in the memory itself: an L4's copies reach
-# 0.78, where a 4090's, without it, reach 0.91 (chsasank/device-benchmarks).
-CORRECTED = 0.78
 
 
 @dataclass(frozen=True)
@@ -109,14 +95,14 @@ def _wide_matmul_seconds(run: Run, rows: float, inner: float, columns: float, fl
 def matmul_flops(run: Run, itemsize: int) -> float:
     """FLOP/s of large matmuls whose elements have `itemsize` bytes."""
     reached = reached_by(run)
-    if run.gpu.is_cpu or itemsize < 4:
+    if itemsize < 4:
         return run.peak * reached.matmuls
     return run.gpu.fp32 * (reached.fp32 or FP32_MATMULS * reached.matmuls)
 
 
 def _tail(run: Run, rows: float, inner: float, columns: float, itemsize: int) -> float:
     """How much longer a matmul takes because its tiles are not a multiple of the multiprocessors."""
-    units = MULTIPROCESSORS.get(run.gpu.name)
+    units = multiprocessors(run.gpu)
     if units is None:
         return 1.0
     waves = rows * columns / TILE / units * max(1.0, inner / SHARED_INNER)
@@ -133,7 +119,7 @@ def bandwidth(run: Run, reached: Efficiency | None = None) -> float:
 def eager_bandwidth(run: Run, *, streams: bool = False) -> float:
     """The same of kernels that are PyTorch's own; `streams`: over long tensors."""
     rate = streamed_bandwidth(run) if streams else bandwidth(run)
-    units = MULTIPROCESSORS.get(run.gpu.name)
+    units = multiprocessors(run.gpu)
     return rate * min(1.0, units * EAGER_RATE / run.gpu.memory_bandwidth) if units else rate
 
 
@@ -141,7 +127,7 @@ def streamed_bandwidth(run: Run) -> float:
     """Bytes per second of a kernel that streams over long tensors."""
     share = STREAMED
     if run.gpu.name in CORRECTING:
-        share = CORRECTED
+        share = copied_share(run.gpu)
     elif run.gpu.compute_capability in GDDR:
         share = STREAMED_GDDR
     return run.gpu.memory_bandwidth * share
@@ -149,6 +135,6 @@ def streamed_bandwidth(run: Run) -> float:
 
 def contiguous_rate(run: Run, per_unit: float = EAGER_RATE) -> float:
     """Bytes per second of PyTorch's kernels on contiguous tensors; `per_unit`: of a multiprocessor, if it is less."""
-    units = MULTIPROCESSORS.get(run.gpu.name)
-    memory = run.gpu.memory_bandwidth * (CORRECTED if run.gpu.name in CORRECTING else CONTIGUOUS)
+    units = multiprocessors(run.gpu)
+    memory = run.gpu.memory_bandwidth * copied_share(run.gpu)
     return min(memory, units * per_unit) if units else memory
