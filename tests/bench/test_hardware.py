@@ -111,6 +111,24 @@ def test_training_takes_what_was_measured_on_such_a_device() -> None:
     assert (other.gpu.name, other.gpu.measured.matmuls) == ("h200", None)
 
 
+def test_training_on_another_device_than_was_measured_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    from shoal.config.load import config_from_mapping
+    from shoal.launch.rank import warn_of_settings
+    from shoal.observe.progress import Reporter
+    from shoal.parallel.device import Device
+
+    def said(name: str, device: Device) -> str:
+        gpu = {"like": "cpu", "name": name, "matmul_tflops": 1.0}
+        config = config_from_mapping({"model": {"shape": "gpt2"}, "hardware": {"gpu": gpu}})
+        assert config.hardware.is_cpu  # a job of it asks for no GPU
+        warn_of_settings(config, 1, device, Reporter(enabled=True))
+        return capsys.readouterr().err
+
+    assert said(processor_name(), Device(None, None)) == ""
+    assert "was measured on NVIDIA X: this run trains on a CPU, and is" in said("NVIDIA X", Device(None, None))
+    assert "this run trains on NVIDIA Y, and is" in said("NVIDIA X", Device(None, 40.0, (8, 0), "NVIDIA Y"))
+
+
 def test_a_busy_host_is_called_one() -> None:
     steady = HostTimes([0.010] * 10, [0.026] * 10)
     assert steady.block_ms == pytest.approx(2.0)

@@ -22,7 +22,7 @@ from shoal.config.schema_hardware import GpuConfig
 from shoal.files import write_atomically
 from shoal.launch.join import cuda_devices, first_device
 from shoal.mistakes import UserMistake
-from shoal.plan.machine import gpu_of, processor_name
+from shoal.plan.machine import gpu_of, host_memory_gib, processor_name
 from shoal.plan.speed.communication import HOP_SHARE
 from shoal.plan.speed.host import EAGER_BLOCK_HOST
 from shoal.plan.terms import GIB
@@ -162,7 +162,9 @@ def _describe(device: torch.device, report: Callable[[str], None]) -> GpuConfig:
 def _identity(device: torch.device, copied: float) -> dict[str, Any]:
     """Which device it is: that of the catalogue, or the most similar one, with its own size and peak."""
     if device.type != "cuda":
-        return {"like": "cpu", "name": processor_name()}
+        memory = host_memory_gib()
+        size = {} if memory is None else {"memory_gib": round(memory, 2)}
+        return {"like": "cpu", "name": processor_name(), **size}
     properties = torch.cuda.get_device_properties(device)
     known = recognize(properties.name)
     found = {"name": properties.name, "memory_gib": round(properties.total_memory / GIB, 2)}

@@ -91,6 +91,18 @@ class HardwareConfig(Block):
         None, description="Speed at which a node writes checkpoints, in GB/s; null: 1."
     )
 
+    @property
+    def gpu_name(self) -> str | None:
+        """The device's name: of the catalogue, or as its driver prints it; None: not set."""
+        if isinstance(self.gpu, GpuConfig):
+            return self.gpu.name or self.gpu.like
+        return None if self.gpu == "auto" else self.gpu
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the device is set to be a CPU."""
+        return (self.gpu.like if isinstance(self.gpu, GpuConfig) else self.gpu) == "cpu"
+
     @field_validator("gpu", mode="before")
     @classmethod
     def _a_number_is_a_name(cls, gpu: Any) -> Any:

@@ -13,7 +13,7 @@ from shoal.config.effect import without_effect
 from shoal.config.load import load_config
 from shoal.config.resolve import with_global_batch, with_precision
 from shoal.config.run import RunDirectory
-from shoal.config.schema import Config
+from shoal.config.schema import Config, GpuConfig
 from shoal.launch.join import (
     choose_device,
     heartbeat_file,
@@ -33,6 +33,7 @@ from shoal.observe.events import launcher_events
 from shoal.observe.logs import write_logs_to
 from shoal.observe.progress import Reporter
 from shoal.parallel.device import Device, inspect_device
+from shoal.plan.machine import processor_name
 from shoal.resilience.out_of_memory import OutOfMemory
 from shoal.resilience.signals import StopRequest
 from shoal.resilience.watchdog import print_sentence
@@ -170,9 +171,13 @@ def warn_of_settings(config: Config, processes: int, device: Device, reporter: R
     gpu = config.hardware.gpu
     planned = find_gpu(gpu).name if isinstance(gpu, str) and gpu != "auto" else None
     present = device.gpu.name if device.gpu else device.name or "cpu"
+    here = "a CPU" if present == "cpu" else present
     if planned not in (None, present):
-        here = "a CPU" if present == "cpu" else present
         reporter.warn(f"hardware.gpu {planned} is for shoal plan: this run trains on {here}, which this machine has.")
+    if isinstance(gpu, GpuConfig) and gpu.name not in (None, device.name or processor_name()):
+        reporter.warn(
+            f"hardware.gpu was measured on {gpu.name}: this run trains on {here}, and is forecast as such devices are."
+        )
     for note in without_effect(config, processes):
         reporter.warn(note)
 

@@ -44,16 +44,15 @@ def settle(config: Config, *, dry_run: bool) -> Config:
         return config
     nodes = _wanted_nodes(config, cluster)
     gpu = CPU if hardware.gpu == "auto" and not any(one.gpus for one in nodes) else hardware.gpu
-    if hardware.devices != "auto":
-        devices = hardware.devices
-    else:
-        devices = 1 if gpu == CPU else max(1, *(one.gpus for one in nodes))
+    on_cpu = gpu == CPU or hardware.is_cpu
+    most = 1 if on_cpu else max([1, *(one.gpus for one in nodes)])
+    devices = most if hardware.devices == "auto" else hardware.devices
     if gpu == "auto":
         kinds = {one.gpu_type for one in nodes if one.gpus >= devices}
         kind = config.slurm.gpu_type or (kinds.pop() if len(kinds) == 1 else None)
         known = recognize(kind) if kind is not None else None
         gpu = "auto" if known is None else known.name
-    _check_size(config, nodes, devices, gpus=gpu != CPU)
+    _check_size(config, nodes, devices, gpus=not on_cpu)
     return config.model_copy(update={"hardware": hardware.model_copy(update={"devices": devices, "gpu": gpu})})
 
 

@@ -70,7 +70,7 @@ def prepare(config: Config, plan: Plan | None = None) -> Submission:
         folder=Path.cwd(),
         nodes=hardware.nodes,
         devices=hardware.devices,
-        gpus=hardware.gpu != CPU,
+        gpus=not hardware.is_cpu,
         # A job that was requeued runs the same command, and resumes.
         command=(python, "-m", "shoal", "train", str(file), "--resume", "auto"),
         environment={**slurm.env, STOPPED_FILE: str(stopped_file(path))},

@@ -41,9 +41,10 @@ def check_gpus(setting: Setting) -> Finding:
     """Their number, and the health of each."""
     gpus = setting.driver.gpus
     wanted = setting.devices
-    if setting.config is not None and not gpus and setting.config.hardware.gpu not in ("auto", "cpu"):
+    hardware = None if setting.config is None else setting.config.hardware
+    if hardware is not None and not gpus and hardware.gpu_name is not None and not hardware.is_cpu:
         return failure(
-            f"the config is for {setting.config.hardware.gpu}, and this node has no GPU",
+            f"the config is for {hardware.gpu_name}, and this node has no GPU",
             "run shoal doctor on a node of the job: srun shoal doctor FILE",
         )
     if not gpus:
