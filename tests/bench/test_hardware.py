@@ -89,6 +89,30 @@ def test_a_measured_h200_that_nobody_knows_is_forecast_as_the_one_of_the_catalog
     assert tokens_per_second(*LARGE, "hardware.gpu=a100-80gb") < known / 2
 
 
+def test_a_gpu_of_a_new_generation_is_like_one_that_has_its_number_formats() -> None:
+    for capability, copied in (((8, 7), 170e9), ((13, 0), 900e9), ((13, 0), 6000e9)):
+        like = find_gpu(unknown_gpu(capability, 100, 2e9, copied)["like"])
+        assert like.bf16 is not None
+    assert find_gpu(unknown_gpu((6, 1), 20, 1.5e9, 300e9)["like"]).bf16 is None
+    # fp8, if it was measured, can be forecast also where the device that it is like has none.
+    block = "{like: a100-80gb, compute_capability: 9.0, fp8_matmul_tflops: 1300, matmul_tflops: 700}"
+    faster = tokens_per_second(*LARGE, f"hardware.gpu={block}", "train.precision=fp8")
+    assert faster > tokens_per_second(*LARGE, f"hardware.gpu={block}")
+
+
+def test_a_machine_is_planned_as_the_one_that_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card with PCI Express keeps it; and on the machine itself, all of its devices are planned for."""
+    from shoal.plan import machine
+
+    block = "hardware.gpu={like: a100-80gb, name: NVIDIA A100 80GB PCIe, matmul_tflops: 230}"
+    model = ("model.shape=gpt2", "train.steps=10", block)
+    assert plan(*model).choice.machine.link.name == "pcie4"
+    assert plan(*model).choice.machine.devices == 1
+    monkeypatch.setattr(machine, "_present", lambda driver: ["NVIDIA A100 80GB PCIe"] * 4)
+    here = plan(*model, "train.global_batch=4").choice.machine
+    assert (here.devices, here.host_gib) == (4, machine.host_memory_gib())
+
+
 def test_a_measured_link_carries_what_was_measured() -> None:
     eight = ("model.shape=llama3-8b", "hardware.gpu=h100-80gb", "hardware.devices=8", "parallel.strategy=fsdp")
     eight += ("data.max_length=2048", "train.micro_batch=1", "train.global_batch=8", "train.steps=10")
@@ -109,6 +133,8 @@ def test_training_takes_what_was_measured_on_such_a_device() -> None:
     assert (here.gpu.measured.matmuls, here.gpu.memory_gib) == (100e12, 40.0)
     other = machine_at_hand("NVIDIA H200", 139.8, 1, hardware=given)
     assert (other.gpu.name, other.gpu.measured.matmuls) == ("h200", None)
+    elsewhere = HardwareConfig.model_validate({**block, "host_block_ms": 9.0, "link": {"measured": True}})
+    assert machine_at_hand("NVIDIA H200", 139.8, 1, hardware=elsewhere) == other
 
 
 def test_training_on_another_device_than_was_measured_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,7 +168,10 @@ def test_where_it_cannot_be_written_one_sentence_says_so_before_anything_is_meas
     ended = forked_shoal(tmp_path, "bench", "hardware", "--output", "machine.json")
     assert (ended.status, ended.out) == (2, "")
     assert ended.err == "shoal: --output machine.json: the file is a config; call it machine.yaml.\n"
-    with pytest.raises(UserMistake, match="the folder nowhere does not exist"):
+    (tmp_path / "run.yaml").write_text("name: mine\n")
+    with pytest.raises(UserMistake, match="was not written by shoal bench hardware"):
+        api.bench_hardware(output=tmp_path / "run.yaml")
+    with pytest.raises(UserMistake, match="the folder nowhere does not exist or is not writable"):
         api.bench_hardware(output="nowhere/machine.yaml")
 
 

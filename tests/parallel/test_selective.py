@@ -32,7 +32,7 @@ def matmuls(how: str, rank: int = 0) -> Counter[tuple[int, int]]:
         layers = [name for name, one in block.named_modules() if isinstance(one, torch.nn.Linear)]
         block.requires_grad_(False)
         inject_adapter_in_model(LoraConfig(r=rank, target_modules=layers), block)
-    recompute_blocks([block], how)
+    recompute_blocks([block], how, adapter_rank=rank or None)
     with Matmuls() as seen:
         result = block(hidden, **others)
         (result[0] if isinstance(result, tuple) else result).sum().backward()

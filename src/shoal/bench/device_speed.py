@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from shoal.models.emulate import emulated_dtypes, emulated_matmuls
+from shoal.parallel.device import BF16_CAPABILITY
 
 # Rows, inner dimension and columns of matmuls, whose mean is taken: those of published tables; for a CPU as large as
 # those of models that one trains there.
@@ -31,7 +32,7 @@ ADA = (8, 9)
 
 def half_dtype(device: torch.device) -> torch.dtype:
     """The 16-bit dtype that models train in on `device`."""
-    has_bf16 = device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 0)
+    has_bf16 = device.type == "cpu" or torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
     return torch.bfloat16 if has_bf16 else torch.float16
 
 

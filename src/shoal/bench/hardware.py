@@ -1,5 +1,6 @@
 """Measures this machine, and writes the block `hardware` of a config, with which a run is forecast for it."""
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import log
@@ -20,14 +21,17 @@ from shoal.catalogue.multiprocessors import fp32_lanes
 from shoal.config.locate import write_yaml
 from shoal.config.schema_hardware import GpuConfig
 from shoal.files import write_atomically
-from shoal.launch.join import cuda_devices, first_device
-from shoal.mistakes import UserMistake
+from shoal.launch.join import cuda_devices, first_device, started_by_others
+from shoal.mistakes import RunFailed, UserMistake
+from shoal.parallel.device import BF16_CAPABILITY
 from shoal.plan.machine import gpu_of, host_memory_gib, processor_name
 from shoal.plan.speed.communication import HOP_SHARE
-from shoal.plan.speed.host import EAGER_BLOCK_HOST
+from shoal.plan.speed.host import EAGER_BLOCK_HOST, GRACE_HOST
 from shoal.plan.terms import GIB
 
 TERA, GIGA = 1e12, 1e9
+# What the file begins with.
+FIRST_WORDS = "# shoal bench hardware"
 # The keys of `hardware.gpu` that are measured.
 SPEEDS = {
     "matmul_tflops": ("matmuls in 16 bits", "TFLOP/s"),
@@ -62,11 +66,16 @@ class HardwareReport:
             if measured[key] is not None
         ]
         block_ms = round(self.host.block_ms, 3)
-        rows.append({"what": "host, per block", "unit": "ms", "measured": block_ms, "usual": 1e3 * EAGER_BLOCK_HOST})
+        rows.append({"what": "host, per block", "unit": "ms", "measured": block_ms, "usual": self.usual_host})
         if self.link is not None:
             reached = self.link["gb_per_second"]
             rows.append({"what": "collectives", "unit": "GB/s", "measured": reached, "usual": None})
         return rows
+
+    @property
+    def usual_host(self) -> float:
+        """Milliseconds per block that the forecast has."""
+        return round(1e3 * EAGER_BLOCK_HOST * GRACE_HOST.get(GPUS[self.gpu.like].host_link.name, 1.0), 3)
 
     @property
     def is_known(self) -> bool:
@@ -100,9 +109,8 @@ class HardwareReport:
 
     def yaml(self) -> str:
         """A config that a run's config includes."""
-        return f"# shoal bench hardware, torch {torch.__version__}: {self.device}, {self.processor}\n" + write_yaml(
-            {"hardware": self.block}
-        )
+        first = f"{FIRST_WORDS}, torch {torch.__version__}: {self.device}, {self.processor}\n"
+        return first + write_yaml({"hardware": self.block})
 
     def text(self) -> str:
         lines = [f"{self.device}, {self.processor}, torch {torch.__version__}", ""]
@@ -115,10 +123,9 @@ class HardwareReport:
 
 def measure_hardware(*, devices: int | None, output: Path | None, report: Callable[[str], None]) -> HardwareReport:
     """The first device, the host, and the links between `devices` (all GPUs if None); written to `output`."""
-    if output is not None and output.suffix not in (".yaml", ".yml"):
-        raise UserMistake(f"--output {output}: the file is a config; call it {output.stem or 'machine'}.yaml.")
-    if output is not None and not output.parent.is_dir():
-        raise UserMistake(f"--output {output}: the folder {output.parent} does not exist.")
+    if started_by_others():
+        raise UserMistake("bench hardware measures one machine: start it once on it, without torchrun, srun or mpirun.")
+    _check_output(output)
     present, device = cuda_devices(), first_device()
     several = max(present, 1) if devices is None else devices
     links = None
@@ -126,6 +133,8 @@ def measure_hardware(*, devices: int | None, output: Path | None, report: Callab
         # Before this process uses a device, which others then could not have as a whole.
         report(f"measuring the collectives of {several} devices …")
         links = measure_collectives(LINK_REQUEST, devices=several)
+        if not links.correct:
+            raise RunFailed(links.fault())
     host = measure_host(device, report)
     found = _describe(device, report)
     named = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -139,6 +148,18 @@ def measure_hardware(*, devices: int | None, output: Path | None, report: Callab
     if output is not None:
         write_atomically(output, measured.yaml())
     return measured
+
+
+def _check_output(output: Path | None) -> None:
+    """Before anything is measured: whether the file can be written, and is none that somebody else has written."""
+    if output is None:
+        return
+    if output.suffix not in (".yaml", ".yml"):
+        raise UserMistake(f"--output {output}: the file is a config; call it {output.stem or 'machine'}.yaml.")
+    if not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
+        raise UserMistake(f"--output {output}: the folder {output.parent} does not exist or is not writable.")
+    if output.exists() and not output.read_text(errors="replace").startswith(FIRST_WORDS):
+        raise UserMistake(f"--output {output}: that file was not written by shoal bench hardware; give another name.")
 
 
 def _describe(device: torch.device, report: Callable[[str], None]) -> GpuConfig:
@@ -179,10 +200,13 @@ def _identity(device: torch.device, copied: float) -> dict[str, Any]:
 def unknown_gpu(capability: tuple[int, int], units: int, clock: float, copied: float) -> dict[str, Any]:
     """The keys of an NVIDIA GPU that the catalogue does not have: like the one of its architecture, or else of an older
     one, whose memory is about as fast, with the peak that its multiprocessors and their clock make."""
-    known = [gpu for gpu in GPUS.values() if gpu.compute_capability is not None]
-    family = [gpu for gpu in known if gpu.compute_capability == capability]
-    older = [gpu for gpu in known if (gpu.compute_capability or capability) < capability]
-    like = min(family or older or known, key=lambda gpu: abs(log(gpu.memory_bandwidth / copied)))
+    known = {gpu.name: gpu.compute_capability for gpu in GPUS.values() if gpu.compute_capability is not None}
+    # What has bf16 is like others that have it.
+    able = {name: one for name, one in known.items() if (one >= BF16_CAPABILITY) == (capability >= BF16_CAPABILITY)}
+    family = [name for name, one in able.items() if one == capability]
+    older = [name for name, one in able.items() if one < capability]
+    candidates = [GPUS[name] for name in family or older or able]
+    like = min(candidates, key=lambda gpu: abs(log(copied_share(gpu) * gpu.memory_bandwidth / copied)))
     fp32 = 2 * fp32_lanes(capability) * units * clock
     tflops = fp32 / like.fp32 * (like.bf16 or like.fp16) / TERA
     return {
@@ -213,8 +237,8 @@ def _difference(row: Mapping[str, Any]) -> str | None:
     if row["usual"] is None or row["unit"] == "ms" or abs(row["measured"] / row["usual"] - 1) <= UNUSUAL:
         return None
     more = row["measured"] / row["usual"] - 1
-    than = f"{abs(more):.0%} {'faster' if more > 0 else 'slower'}"
-    return f"{row['what'].capitalize()} are {than} than the forecast has them for such devices."
+    than = f"{abs(more):.0%} {'more' if more > 0 else 'less'}"
+    return f"{row['what'].capitalize()}: {than} than the forecast has of such devices."
 
 
 def _link(found: CollectivesReport, gpu: Gpu, *, on_gpu: bool) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shoal.bench.device_speed import half_dtype
 from shoal.catalogue.shapes import shape_from_sizes
 from shoal.models.families import transformers_config
 
@@ -77,7 +78,7 @@ def measure_models(models: dict[int, torch.nn.Module], device: torch.device, *, 
 def _build(blocks: int, device: torch.device) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
-    sizes, dtype = (SIZES, torch.bfloat16) if device.type == "cuda" else (CPU_SIZES, torch.float32)
+    sizes, dtype = (SIZES, half_dtype(device)) if device.type == "cuda" else (CPU_SIZES, torch.float32)
     config = transformers_config(shape_from_sizes(family="llama", layers=blocks, **sizes))
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")

@@ -10,9 +10,6 @@ from dataclasses import dataclass, replace
 
 from shoal.mistakes import UserMistake, suggestion
 
-# How the name of a link ends whose speed was measured: it is what collectives reach.
-MEASURED = "measured"
-
 
 @dataclass(frozen=True)
 class Link:
@@ -21,16 +18,17 @@ class Link:
     name: str
     bytes_per_second: float  # per direction and GPU, nominal
     latency: float  # seconds for one small message, an order of magnitude
+    measured: bool = False  # the bandwidth is what collectives reach, not nominal
 
 
 @dataclass(frozen=True)
 class Measured:
     """What `shoal bench hardware` measured on one device; None: not measured, as on such devices."""
 
-    matmuls: float | None = None  # FLOP/s of large matmuls in 16 bits, as the next two
-    fp32: float | None = None
+    matmuls: float | None = None  # FLOP/s of large matmuls in 16 bits
+    fp32: float | None = None  # and in other precisions
     fp8: float | None = None
-    attention: float | None = None  # FLOP/s of causal attention, both passes
+    attention: float | None = None  # FLOP/s of causal attention in 16 bits, both passes
     multiprocessors: int | None = None
 
 

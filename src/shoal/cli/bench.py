@@ -172,7 +172,7 @@ def hardware(
     if output is None:
         typer.echo(found.yaml(), nl=False)
     else:
-        typer.echo(f"shoal plan {output} model.shape=… forecasts for it; so does a config with include: [{output}].")
+        typer.echo(f"shoal plan {output} model.shape=… forecasts for it; so does a config that includes that file.")
 
 
 def _counts(text: str) -> list[int]:

@@ -39,6 +39,11 @@ class GpuConfig(Block):
         None, pattern=r"^\d+\.\d+$", description="Compute capability, such as '9.0'; null: as that device."
     )
 
+    @field_validator("compute_capability", mode="before")
+    @classmethod
+    def _a_number_is_one(cls, capability: Any) -> Any:
+        return str(capability) if isinstance(capability, float) else capability  # 9.0, which YAML reads as a number
+
     @model_validator(mode="after")
     def _known(self) -> "GpuConfig":
         try:
@@ -56,7 +61,7 @@ class LinkConfig(Block):
     measured: bool = Field(
         False,
         description="gb_per_second is what collectives reach (their bus bandwidth), as shoal bench hardware measures "
-        "it, not what the link is sold with.",
+        "it within a node, not what the link is sold with.",
     )
 
 
@@ -94,14 +99,19 @@ class HardwareConfig(Block):
     @property
     def gpu_name(self) -> str | None:
         """The device's name: of the catalogue, or as its driver prints it; None: not set."""
+        return (isinstance(self.gpu, GpuConfig) and self.gpu.name) or self.like
+
+    @property
+    def like(self) -> str | None:
+        """The device of the catalogue that it is, or is like; None: not set."""
         if isinstance(self.gpu, GpuConfig):
-            return self.gpu.name or self.gpu.like
+            return self.gpu.like
         return None if self.gpu == "auto" else self.gpu
 
     @property
     def is_cpu(self) -> bool:
         """Whether the device is set to be a CPU."""
-        return (self.gpu.like if isinstance(self.gpu, GpuConfig) else self.gpu) == "cpu"
+        return self.like == "cpu"
 
     @field_validator("gpu", mode="before")
     @classmethod

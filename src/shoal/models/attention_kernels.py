@@ -72,7 +72,8 @@ def attend_in_window(
 
 def attends_from_end(query: Tensor, value: Tensor) -> bool:
     """Whether `attend_from_end` runs: the compiler of torch 2.11 fails with the backward pass of its second kernel."""
-    return _runs("flash_window", query, value) or (query.is_cuda and not torch.compiler.is_compiling())
+    efficient = _runs("efficient", query, value) and not torch.compiler.is_compiling()
+    return efficient or _runs("flash_window", query, value)
 
 
 def attend_from_end(query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float) -> Tensor:

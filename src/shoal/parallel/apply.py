@@ -87,7 +87,8 @@ def parallelize(
         if precision.compute in emulated:
             _emulate_matmuls(module, stage.blocks, recipe, emulated)
         packed = pack_weights(stage.model, stage.blocks) if packs_weights(recipe) else []
-        recompute_blocks(stage.blocks, config.train.recompute)
+        rank = None if config.adapter.kind == "none" else config.adapter.rank
+        recompute_blocks(stage.blocks, config.train.recompute, adapter_rank=rank)
         # After activation checkpointing, so that the compiled graph contains the recomputation.
         if backend is not None:
             compile_blocks(stage.blocks + stage.final_norm, backend, keeps_all=config.train.recompute == "none")

@@ -1,6 +1,7 @@
 """Activation checkpointing: activations that are not saved are recomputed in the backward pass."""
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,13 +37,11 @@ SAVED = {
     if hasattr(namespace, name)
 }
 SAVED.add(torch.ops.higher_order.flex_attention)
-# An input that is so many times narrower than others of the block is that of an adapter's second factor.
-NARROW_INPUT = 8
 # Matmul operators, and the position of the first matrix among their arguments.
 MATMULS = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1, torch.ops.aten._scaled_mm.default: 0}
 
 
-def recompute_blocks(blocks: list[nn.Module], how: str | RecomputeConfig) -> None:
+def recompute_blocks(blocks: list[nn.Module], how: str | RecomputeConfig, *, adapter_rank: int | None = None) -> None:
     """Apply activation checkpointing to the blocks that `train.recompute` selects."""
     if how in ("none", "cheap"):  # `cheap` is a choice of the compiler
         return
@@ -56,7 +55,10 @@ def recompute_blocks(blocks: list[nn.Module], how: str | RecomputeConfig) -> Non
     if isinstance(how, RecomputeConfig):
         blocks = blocks[:: how.every]
     for block in blocks:
-        patch(block, _SelectivelyCheckpointed if how == "selective" else _Checkpointed)
+        if how == "selective":
+            patch(block, _SelectivelyCheckpointed, adapter_rank=adapter_rank)
+        else:
+            patch(block, _Checkpointed)
 
 
 class _Checkpointed:
@@ -94,9 +96,11 @@ class _Offloaded(_Checkpointed):
 class _SelectivelyCheckpointed:
     """A block that also saves what is expensive to recompute."""
 
+    adapter_rank: int | None
+
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        inner = super().forward  # type: ignore[misc]
-        return checkpoint(inner, *inputs, use_reentrant=False, context_fn=_selective_contexts, **named)
+        inner, contexts = super().forward, partial(_selective_contexts, self.adapter_rank)  # type: ignore[misc]
+        return checkpoint(inner, *inputs, use_reentrant=False, context_fn=contexts, **named)
 
 
 def _recompute_everything() -> Any:
@@ -109,28 +113,26 @@ def _recompute_everything() -> Any:
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
 
 
-def _selective_contexts() -> Any:
+def _selective_contexts(adapter_rank: int | None) -> Any:
     """Save the outputs of attention and of matmuls, but only every second one of the matmuls that widen their input.
 
     A saved byte avoids as many FLOPs as the matmul's input is wide, which is about the same for all matmuls of a block;
     the widening ones have the largest outputs. It is far less for the second factor of an adapter, whose output is not
     saved. The count restarts for each call of a block.
     """
-    # The recomputation runs the same operators in the same order.
-    widening, widest = {False: 0, True: 0}, {False: 0, True: 0}
+    widening = {False: 0, True: 0}  # the recomputation runs the same operators in the same order
 
     def policy(context: Any, operation: Any, *arguments: Any, **_: Any) -> CheckpointPolicy:
         if operation in SAVED:
             return CheckpointPolicy.MUST_SAVE
         if (first := MATMULS.get(operation)) is None:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        again, (left, right) = context.is_recompute, arguments[first : first + 2]
-        widest[again] = max(widest[again], left.shape[1])
-        if NARROW_INPUT * left.shape[1] < widest[again]:
+        left, right = arguments[first : first + 2]
+        if left.shape[1] == adapter_rank:
             return CheckpointPolicy.PREFER_RECOMPUTE
         if right.shape[1] > left.shape[1]:
-            widening[again] += 1
-            if widening[again] % 2:
+            widening[context.is_recompute] += 1
+            if widening[context.is_recompute] % 2:
                 return CheckpointPolicy.PREFER_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE
 

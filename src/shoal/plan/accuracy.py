@@ -28,7 +28,7 @@ class Accuracy:
 # --like.
 MEASURED = Accuracy("runs of shoal that were measured on an H200", (0.011, 0.027), (0.021, 0.060))
 UNKNOWN = Accuracy(
-    "runs of shoal on a GPU of which nothing was known but what shoal bench hardware measured",
+    "runs of shoal on a GPU that was forecast by what shoal bench hardware had measured of it",
     (0.011, 0.027),
     (0.035, 0.098),
 )
@@ -48,6 +48,6 @@ def expected_error(run: Run) -> Accuracy | None:
         return ASKED
     if run.world_size > 1:
         return UNSEEN
-    if run.gpu.measured.matmuls is not None:
-        return UNKNOWN
-    return MEASURED if run.gpu.name == "h200" else UNSEEN
+    if run.gpu.name == "h200":
+        return MEASURED
+    return UNSEEN if run.gpu.measured.matmuls is None else UNKNOWN

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.catalogue.efficiency import copied_share
-from shoal.catalogue.gpus import MEASURED, Gpu, Link, Measured, find_gpu, find_link, recognize
+from shoal.catalogue.gpus import Gpu, Link, Measured, find_gpu, find_link, recognize
 from shoal.config.schema import GpuConfig, HardwareConfig, LinkConfig
 from shoal.plan.terms import GIB
 
@@ -59,10 +59,11 @@ def read_machine(hardware: HardwareConfig, driver: Path = DRIVER) -> Machine:
             )
         elif not present:
             notes.append("There is no local GPU, so this plan is for the CPU; set hardware.gpu to plan for a GPU.")
+    is_here = hardware.gpu == "auto" or _is_of(hardware, present[0] if present else None)
     devices = hardware.devices
     if devices == "auto":
-        devices = len(present) if present and hardware.gpu == "auto" else 1
-        if not gpu.is_cpu and hardware.gpu != "auto":
+        devices = len(present) if present and is_here else 1
+        if not gpu.is_cpu and not is_here:
             notes.append("Planned for one device; set hardware.devices and hardware.nodes to plan for more.")
     if gpu.is_cpu:
         gpu = _shared(gpu, devices)
@@ -72,7 +73,7 @@ def read_machine(hardware: HardwareConfig, driver: Path = DRIVER) -> Machine:
         network=_link(hardware.network, usual_network(gpu)),
         devices=devices,
         nodes=hardware.nodes,
-        host_gib=hardware.host_gib or (host_memory_gib() if hardware.gpu == "auto" else None),
+        host_gib=hardware.host_gib or (host_memory_gib() if is_here else None),
         host_block_ms=hardware.host_block_ms,
         price=hardware.price,
         notes=tuple(notes),
@@ -97,9 +98,11 @@ def machine_at_hand(
     """
     is_cpu = printed is None or memory_gib is None
     given = None if hardware is None else hardware.gpu
-    if isinstance(given, GpuConfig) and given.name == (processor_name() if is_cpu else printed):
+    if hardware is not None and _is_of(hardware, printed) and isinstance(given, GpuConfig):
         gpu = gpu_of(given)
     else:
+        if isinstance(given, GpuConfig) and given.name is not None:
+            hardware = None  # all of it was measured elsewhere
         gpu = _this_cpu() if is_cpu else recognize(printed or "") or find_gpu("a100-80gb")
     memory_gib = host_gib if is_cpu else memory_gib
     gpu = gpu if memory_gib is None else replace(gpu, memory_gib=memory_gib)
@@ -114,6 +117,11 @@ def machine_at_hand(
         host_gib=host_gib,
         host_block_ms=None if hardware is None else hardware.host_block_ms,
     )
+
+
+def _is_of(hardware: HardwareConfig, printed: str | None) -> bool:
+    """Whether `hardware.gpu` was measured on the device of that name; None: on the CPU."""
+    return isinstance(hardware.gpu, GpuConfig) and hardware.gpu.name == (printed or processor_name())
 
 
 def usual_network(gpu: Gpu) -> str:
@@ -132,12 +140,14 @@ def usual_network(gpu: Gpu) -> str:
 
 def _link(wanted: str | LinkConfig, usual: str) -> Link:
     if isinstance(wanted, LinkConfig):
-        # Collectives over PCI Express reach less of it, and have other latencies.
-        kind = "pcie-" if usual.startswith("pcie") else "as "
+        # Collectives over PCI Express reach less of it, and have other latencies. What was measured is one of the usual
+        # links, of which smaller groups have as much less as ever.
+        given = "pcie-given" if usual.startswith("pcie") else "as given"
         return Link(
-            f"{kind}{MEASURED if wanted.measured else 'given'}",
+            usual if wanted.measured else given,
             wanted.gb_per_second * 1e9,
             wanted.latency_us * 1e-6,
+            wanted.measured,
         )
     return find_link(usual if wanted == "auto" else wanted)
 
@@ -145,6 +155,8 @@ def _link(wanted: str | LinkConfig, usual: str) -> Link:
 def gpu_of(wanted: GpuConfig) -> Gpu:
     """The device that a block `hardware.gpu` describes."""
     gpu = find_gpu(wanted.like)
+    if wanted.name is not None and (known := recognize(wanted.name)) is not None and known.name == gpu.name:
+        gpu = known  # with the link of a PCIe card, if it is one
     if wanted.memory_gib is not None:
         gpu = replace(gpu, memory_gib=wanted.memory_gib)
     if wanted.gb_per_second is not None:
@@ -165,6 +177,8 @@ def gpu_of(wanted: GpuConfig) -> Gpu:
     if wanted.compute_capability is not None:
         major, minor = wanted.compute_capability.split(".")
         gpu = replace(gpu, compute_capability=(int(major), int(minor)))
+    if wanted.fp8_matmul_tflops is not None and gpu.fp8 is None:
+        gpu = replace(gpu, fp8=2 * (gpu.bf16 or gpu.fp16))
     measured = Measured(
         matmuls=_flops(wanted.matmul_tflops),
         fp32=_flops(wanted.fp32_matmul_tflops),
@@ -203,10 +217,11 @@ def _shared(cpu: Gpu, processes: int) -> Gpu:
 
 
 def processor_name(described: Path = Path("/proc/cpuinfo")) -> str:
-    """This machine's processor, as the kernel names it."""
+    """This machine's processor, as the kernel names it, and its cores."""
     lines = described.read_text().splitlines() if described.exists() else []
     named = next((line for line in lines if line.startswith("model name")), "")
-    return named.partition(":")[2].strip() or platform.processor() or platform.machine()
+    name = named.partition(":")[2].strip() or platform.processor() or platform.machine()
+    return f"{name}, {os.cpu_count()} cores"
 
 
 def _present(driver: Path) -> list[str]:

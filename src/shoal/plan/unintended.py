@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from shoal.plan.resolved import ResolvedRun
 from shoal.plan.run.stages import bubble_share
+from shoal.plan.speed.attention import flash2_speed
 from shoal.plan.speed.forecast import forecast_speed
 
 # From so many times the speed on, the other method of context parallelism is worth a sentence.
@@ -32,11 +33,12 @@ def unintended(resolved: ResolvedRun) -> Iterator[str]:
 def _slower_context(resolved: ResolvedRun) -> Iterator[str]:
     """Gathered keys, where ulysses is possible and its kernels are faster."""
     run, mesh = resolved.run, resolved.mesh
-    if mesh.cp == 1 or run.cp_method != "gather" or run.gpu.is_cpu or run.shape.heads % (mesh.cp * mesh.tp):
+    slower = flash2_speed(run, run.attention) < 1
+    if mesh.cp == 1 or run.cp_method != "gather" or not slower or run.shape.heads % (mesh.cp * mesh.tp):
         return
     faster = resolved.speed.step_seconds / forecast_speed(replace(run, cp_method="ulysses")).step_seconds
     if faster > FASTER:
         yield (
-            "parallel.cp_method gather runs flash attention 2, the only kernel for fewer queries than keys; ulysses "
-            f"is forecast to be {faster:.1f} times as fast here."
+            "parallel.cp_method gather runs flash attention 2, the only kernel without stored scores for fewer queries "
+            f"than keys in 16 bits; ulysses is forecast to be {faster:.1f} times as fast here."
         )

@@ -77,7 +77,7 @@ def prepare(config: Config, plan: Plan | None = None) -> Submission:
         setup=slurm.setup,
         container=slurm.container,
         slurm=slurm,
-        gpu=hardware.gpu if isinstance(hardware.gpu, str) and hardware.gpu not in ("auto", CPU) else None,
+        gpu=None if hardware.is_cpu else hardware.like,
         step_seconds=None if plan is None else plan.choice.speed.step_seconds,
     )
 

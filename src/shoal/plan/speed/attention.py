@@ -57,7 +57,7 @@ def attention_seconds(run: Run) -> Seconds:
 def _attention_to(run: Run, seen: float, path: Path) -> Seconds:
     """Seconds of attention to `seen` keys per query."""
     shape, reached, itemsize = run.shape, reached_by(run), run.attention_bytes
-    flash2 = _flash2(run)
+    flash2 = flash2_speed(run, path)
     half_keys = min(reached.half_keys, FLASH_2_HALF_KEYS) if flash2 < 1 else reached.half_keys
     work = 4 * run.tokens * (seen + half_keys) * shape.query_width / run.mesh.tp
     if path == "scores":
@@ -79,10 +79,11 @@ def _attention_to(run: Run, seen: float, path: Path) -> Seconds:
     return Seconds(ahead, both - ahead)
 
 
-def _flash2(run: Run) -> float:
+def flash2_speed(run: Run, path: Path = "fused") -> float:
     """The speed of flash attention 2 relative to the device's best kernels, if the system uses it; else 1."""
     family = (run.gpu.compute_capability or (0, 0))[0]
-    flash2 = run.traits.flash2 or (run.mesh.cp > 1 and run.cp_method == "gather" and run.traits.gathers_keys)
+    gathered = run.mesh.cp > 1 and run.cp_method == "gather" and run.traits.gathers_keys and path == "fused"
+    flash2 = run.traits.flash2 or gathered
     # On Hopper there was no other in 2023, so that its speed is that of attention. Elsewhere there still is none.
     if not flash2 or family not in (9, 10) or (family == 9 and 0 < run.traits.software <= 2023):
         return 1.0

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import log, sqrt
 from typing import Protocol
 
-from shoal.catalogue.gpus import MEASURED, Link
+from shoal.catalogue.gpus import Link
 from shoal.plan.run.run import Run
 from shoal.plan.speed.ring import Operation, ring_factor
 
@@ -106,7 +106,7 @@ def collective_seconds(run: Links, operation: Operation, group: Group, size: flo
     phases = 2 if operation == "all-reduce" else 1
     within, between = group.ranks - group.nodes, group.nodes if group.nodes > 1 else 0
     moved = ring_factor(operation, group.ranks) * size / ring_speed(run, group)
-    if run.link.name == HOST and group.within > 1:
+    if run.link.name == HOST and group.within > 1 and not run.link.measured:
         moved /= HOST_SHARES[operation]
     if max(run.link.latency, run.network.latency if between else 0.0) > NCCL_LATENCY:
         return moved + phases * (within * run.link.latency + between * run.network.latency) * HOP_SHARE
@@ -126,7 +126,7 @@ def ring_speed(run: Links, group: Group) -> float:
     if group.nodes > 1:
         # Every device has its own network port, and NCCL builds one ring per device of the group in a node.
         shared = group.within > 1 and run.network.name.startswith("ethernet")
-        share = 1.0 if run.network.name.endswith(MEASURED) else TCP_SHARE if shared else LINK_SHARE
+        share = 1.0 if run.network.measured else TCP_SHARE if shared else LINK_SHARE
         ports = run.network.bytes_per_second * group.within * share
         speed = ports if group.within == 1 else min(speed, ports)
     return speed
@@ -144,7 +144,7 @@ def _connected(run: Links, within: int) -> float:
 
 
 def _share(link: Link, within: int) -> float:
-    if link.name.endswith(MEASURED):
+    if link.measured:
         return 1.0
     if link.name.startswith("xgmi"):
         return XGMI_SHARE
