@@ -1,6 +1,7 @@
 """Runs drawn at random, forecast for a CPU that `shoal bench hardware` has just measured, and then trained.
 
     python benchmarks/hardware/drawn_cpu.py OUTPUT.jsonl [--runs 24] [--seed 1]
+    python benchmarks/hardware/drawn_cpu.py OUTPUT.jsonl --runs 0                 # what those in OUTPUT are off by
 
 No constant of the forecast was chosen with a run on any CPU, so this asks what the measurement of a device is worth
 where nothing else is known of it. The machine is measured again before every run: virtual machines change their speed.
@@ -8,7 +9,9 @@ where nothing else is known of it. The machine is measured again before every ru
 
 import argparse
 import json
+import math
 import random
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +58,15 @@ def draw(chance: random.Random) -> dict[str, Any]:
     }
 
 
+def summarize(output: Path) -> None:
+    """Prints the median and the 90th percentile of the errors with and without what was measured."""
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    for name in ("forecast", "forecast_without"):
+        errors = sorted(abs(row[name] / row["tokens_per_second"] - 1) for row in rows)
+        ninety = errors[math.ceil(0.9 * len(errors)) - 1]
+        print(f"{name}: {len(errors)} runs, {statistics.median(errors):.0%} and {ninety:.0%}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Runs drawn at random on a CPU that was measured.")
     parser.add_argument("output", type=Path)
@@ -84,6 +96,7 @@ def main() -> None:
             file.write(json.dumps(row) + "\n")
         errors = [one / trained.tokens_per_second - 1 for one in (forecast, without)]
         print(f"{errors[0]:+.0%} ({errors[1]:+.0%}) {row['config']}", flush=True)
+    summarize(given.output)
 
 
 if __name__ == "__main__":
