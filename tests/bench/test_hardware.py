@@ -94,6 +94,7 @@ def test_a_gpu_of_a_new_generation_is_like_one_that_has_its_number_formats() -> 
         like = find_gpu(unknown_gpu(capability, 100, 2e9, copied)["like"])
         assert like.bf16 is not None
     assert find_gpu(unknown_gpu((6, 1), 20, 1.5e9, 300e9)["like"]).bf16 is None
+    assert "tflops" not in unknown_gpu((13, 0), 100, None, 900e9)
     # fp8, if it was measured, can be forecast also where the device that it is like has none.
     block = "{like: a100-80gb, compute_capability: 9.0, fp8_matmul_tflops: 1300, matmul_tflops: 700}"
     faster = tokens_per_second(*LARGE, f"hardware.gpu={block}", "train.precision=fp8")

@@ -194,12 +194,13 @@ def _identity(device: torch.device, copied: float) -> dict[str, Any]:
     if torch.version.hip is not None:
         return {"like": "mi300x", **found}
     capability, units = (properties.major, properties.minor), properties.multi_processor_count
-    return {**found, **unknown_gpu(capability, units, 1e3 * properties.clock_rate, copied)}
+    kilohertz = getattr(properties, "clock_rate", None)  # which not every release of torch has
+    return {**found, **unknown_gpu(capability, units, 1e3 * kilohertz if kilohertz else None, copied)}
 
 
-def unknown_gpu(capability: tuple[int, int], units: int, clock: float, copied: float) -> dict[str, Any]:
+def unknown_gpu(capability: tuple[int, int], units: int, clock: float | None, copied: float) -> dict[str, Any]:
     """The keys of an NVIDIA GPU that the catalogue does not have: like the one of its architecture, or else of an older
-    one, whose memory is about as fast, with the peak that its multiprocessors and their clock make."""
+    one, whose memory is about as fast, with the peak that its multiprocessors and their clock, if it is known, make."""
     known = {gpu.name: gpu.compute_capability for gpu in GPUS.values() if gpu.compute_capability is not None}
     # What has bf16 is like others that have it.
     able = {name: one for name, one in known.items() if (one >= BF16_CAPABILITY) == (capability >= BF16_CAPABILITY)}
@@ -207,14 +208,16 @@ def unknown_gpu(capability: tuple[int, int], units: int, clock: float, copied: f
     older = [name for name, one in able.items() if one < capability]
     candidates = [GPUS[name] for name in family or older or able]
     like = min(candidates, key=lambda gpu: abs(log(copied_share(gpu) * gpu.memory_bandwidth / copied)))
-    fp32 = 2 * fp32_lanes(capability) * units * clock
-    tflops = fp32 / like.fp32 * (like.bf16 or like.fp16) / TERA
-    return {
+    found = {
         "like": like.name,
-        "tflops": float(f"{tflops:.4g}"),
         "multiprocessors": units,
         "compute_capability": ".".join(map(str, capability)),
     }
+    if clock is None:
+        return found
+    fp32 = 2 * fp32_lanes(capability) * units * clock
+    tflops = fp32 / like.fp32 * (like.bf16 or like.fp16) / TERA
+    return {**found, "tflops": float(f"{tflops:.4g}")}
 
 
 def usual_speeds(gpu: Gpu) -> dict[str, float]:
