@@ -96,7 +96,7 @@ def test_the_sweep_on_an_h200_is_forecast_within_five_percent_of_memory_and_ten_
 
 
 def test_the_expected_error_is_that_of_the_committed_results(capsys):
-    from shoal.plan.accuracy import ASKED, MEASURED, UNKNOWN, UNSEEN
+    from shoal.plan.accuracy import ASKED, MEASURED, UNSEEN
 
     published = ROOT / "benchmarks" / "plan" / "published"
     own = json.loads((published / "errors.json").read_text())["our own runs"]
@@ -106,10 +106,6 @@ def test_the_expected_error_is_that_of_the_committed_results(capsys):
     for expected, cells in ((MEASURED, own), (UNSEEN, described), (ASKED, asked)):
         figures = [f"{share:.1%}" for share in (*expected.memory, *expected.speed)]
         assert figures == [*cells[1:3], *cells[4:6]]
-    unknown = json.loads((ROOT / "benchmarks" / "hardware" / "unknown_gpu.json").read_text())["our own runs"]
-    speed = unknown["measured, otherwise unknown"]
-    assert UNKNOWN.memory == MEASURED.memory
-    assert UNKNOWN.speed == (round(speed["median"], 3), round(speed["p90"], 3))
 
 
 def test_a_plan_says_what_it_may_be_off_by():
@@ -126,6 +122,5 @@ def test_a_plan_says_what_it_may_be_off_by():
     assert eight is not None
     assert one["speed"]["median"] < one["speed"]["p90"] < eight["speed"]["p90"]
     assert error("hardware.gpu=cpu") is None
-    measured = error("hardware.gpu={like: a100-80gb, matmul_tflops: 250}")
-    assert measured is not None
-    assert "shoal bench hardware" in measured["runs"]
+    # What a device reaches is a part of the forecast: other parts were measured on an H200, for whatever device.
+    assert error("hardware.gpu={like: a100-80gb, matmul_tflops: 250}") == eight

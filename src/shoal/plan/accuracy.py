@@ -23,15 +23,9 @@ class Accuracy:
         return {"runs": self.runs, **found}
 
 
-# In docs/plan-accuracy.md; tests/plan/test_accuracy.py compares them with the results. Memory does not depend on what a
-# device reaches. Of the third the code of the systems was known, and of the last only what somebody says who asks with
-# --like.
+# In docs/plan-accuracy.md; tests/plan/test_accuracy.py compares them with the results. The code of the systems was
+# known of the second, and of the third only what somebody says who asks with --like.
 MEASURED = Accuracy("runs of shoal that were measured on an H200", (0.011, 0.027), (0.021, 0.060))
-UNKNOWN = Accuracy(
-    "runs of shoal on a GPU that was forecast by what shoal bench hardware had measured of it",
-    (0.011, 0.027),
-    (0.028, 0.060),
-)
 UNSEEN = Accuracy("published runs of other systems that it had not seen", (0.035, 0.094), (0.100, 0.284))
 ASKED = Accuracy(
     "published runs that it had not seen, by the name of their system and its launch options",
@@ -46,8 +40,4 @@ def expected_error(run: Run) -> Accuracy | None:
         return None
     if run.traits != OURS:
         return ASKED
-    if run.world_size > 1:
-        return UNSEEN
-    if run.gpu.name == "h200":
-        return MEASURED
-    return UNSEEN if run.gpu.measured.matmuls is None else UNKNOWN
+    return MEASURED if run.gpu.name == "h200" and run.world_size == 1 else UNSEEN
